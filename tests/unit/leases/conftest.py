@@ -1,0 +1,58 @@
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from tests.kit.valkey import ValkeyProcess
+from redis.asyncio import Redis
+
+from leases import LeaseTable
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
+    """Shared by all tests that do not stop it."""
+    process = ValkeyProcess(tmp_path_factory.mktemp("valkey"))
+    try:
+        process.start()
+        yield process
+    finally:
+        process.stop()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[ValkeyProcess]:
+    """Not started yet; for one test to start, stop and freeze."""
+    process = ValkeyProcess(tmp_path)
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+@pytest.fixture
+async def redis(server: ValkeyProcess) -> AsyncIterator[Redis]:
+    """The shared server, emptied, without the table in between."""
+    async with Redis.from_url(server.url, decode_responses=True) as client:
+        await client.flushall()
+        yield client
+
+
+@pytest.fixture
+async def table(server: ValkeyProcess, redis: Redis) -> AsyncIterator[LeaseTable]:
+    """A table with times that no test reaches by accident."""
+    async with LeaseTable(server.url, ttl_ms=60_000, landing_ms=60_000, timeout_s=5) as client:
+        yield client
+
+
+@pytest.fixture
+async def hasty(server: ValkeyProcess, redis: Redis) -> AsyncIterator[LeaseTable]:
+    """The same table for a daemon that takes a lease back when it went unused for 50 ms."""
+    async with LeaseTable(server.url, ttl_ms=60_000, landing_ms=50, timeout_s=5) as client:
+        yield client
+
+
+@pytest.fixture
+async def mortal(server: ValkeyProcess, redis: Redis) -> AsyncIterator[LeaseTable]:
+    """The same table for a daemon that counts as dead 50 ms after a heartbeat."""
+    async with LeaseTable(server.url, ttl_ms=50, landing_ms=60_000, timeout_s=5) as client:
+        yield client
