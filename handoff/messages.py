@@ -1,0 +1,155 @@
+"""Control messages between connectors and daemons: small, typed, over ZeroMQ (one msgpack frame each).
+
+The worker side of a connector (one per tensor-parallel rank) says Hello once, then Begin / Sent / Abort for each handoff.
+The scheduler side says Final, which carries what only it knows. The daemon answers Welcome or Refused, Accepted or Rejected,
+and Cancel when it no longer wants a handoff; a worker answers Cancel with Stopped once none of its writes is in flight, which
+is what lets the daemon reuse the memory.
+"""
+
+import msgspec
+
+from handoff.claim import SignedClaim
+from handoff.layout import KVLayout
+
+PROTOCOL_VERSION = 1  # 1: first version
+
+MAX_MESSAGE_BYTES = 16 << 20  # a Final with a million prompt tokens is 4 MB
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What both legs must agree on before KV of one is of use to the other."""
+
+    name: str  # served model name
+    weights: str  # digest of the configuration both loaded (see model_identity)
+    context_tokens: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A worker introduces itself: who it is, how its cache lies, how to reach its transport."""
+
+    protocol: int
+    engine_id: str
+    rank: int
+    ranks: int
+    model: ModelIdentity
+    layout: KVLayout
+    transport: str
+    agent: bytes
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A worker asks to write one request's KV of `tokens` prompt positions."""
+
+    claim: SignedClaim
+    tokens: int
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """All of this rank's blocks are in the landing region: its writes have completed at the target."""
+
+    handoff_id: str
+    epoch: int
+    tokens: int
+    blocks: int
+    bytes: int
+
+
+class Final(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefill is over: the prompt's token ids (little-endian uint32) and the first token, from the scheduler side."""
+
+    claim: SignedClaim
+    prompt: bytes
+    first_token: int
+    finished: bool  # the first token already ends the answer: nothing to decode
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The sender gives up on this handoff; `writing` False: none of its writes is or will be in flight."""
+
+    claim: SignedClaim
+    reason: str
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The answer to Cancel: none of this rank's writes for the handoff is or will be in flight."""
+
+    handoff_id: str
+    epoch: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The daemon can read this worker's cache; `agent` is the transport metadata to connect with."""
+
+    protocol: int
+    daemon_id: str
+    agent: bytes
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The daemon cannot read this worker's cache: which field differs, and both values."""
+
+    field: str
+    theirs: str
+    ours: str
+
+    def describe(self) -> str:
+        """Return the sentence for a log."""
+        return f"{self.field} differs: the connector has {self.theirs}, the daemon has {self.ours}"
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The worker may write this handoff's blocks from `address` on, `length` bytes at the most."""
+
+    handoff_id: str
+    address: int
+    length: int
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The worker may not write this handoff. `hello`: introduce yourself (again) first."""
+
+    handoff_id: str
+    reason: str
+    hello: bool = False
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The daemon no longer wants this handoff: stop writing, answer Stopped."""
+
+    handoff_id: str
+    epoch: int
+    reason: str
+
+
+ToDaemon = Hello | Begin | Sent | Final | Abort | Stopped
+ToConnector = Welcome | Refused | Accepted | Rejected | Cancel
+
+
+class MessageError(Exception):
+    """A control message that is not one."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_daemon = msgspec.msgpack.Decoder(ToDaemon)
+_to_connector = msgspec.msgpack.Decoder(ToConnector)
+
+
+def encode(message: ToDaemon | ToConnector) -> bytes:
+    """Return the message's wire form."""
+    return _encoder.encode(message)
+
+
+def decode_for_daemon(frame: bytes) -> ToDaemon:
+    """Read a message sent to a daemon; raises MessageError."""
+    try:
+        return _to_daemon.decode(frame)
+    except msgspec.DecodeError as error:
+        raise MessageError(str(error)) from error
+
+
+def decode_for_connector(frame: bytes) -> ToConnector:
+    """Read a message sent to a connector; raises MessageError."""
+    try:
+        return _to_connector.decode(frame)
+    except msgspec.DecodeError as error:
+        raise MessageError(str(error)) from error

@@ -1,0 +1,203 @@
+"""One-sided writes between processes: the small protocol every transport satisfies, and NIXL's implementation.
+
+A transfer is done when its bytes are visible in the target's memory, not when they have left this process.
+"""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NewType, Protocol
+
+Peer = NewType("Peer", str)
+
+
+class TransportError(Exception):
+    """A transport that cannot be loaded, or a write that failed: says which peer and why."""
+
+
+class Progress(Enum):
+    """Where a transfer stands."""
+
+    BUSY = "busy"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes to copy: from this process's registered memory to the peer's."""
+
+    local: int  # address
+    remote: int  # address
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Registered memory. `device` None is host memory, else the GPU's index."""
+
+    address: int
+    length: int
+    device: int | None = None
+
+
+class Transfer(Protocol):
+    """A posted write."""
+
+    def poll(self) -> Progress:
+        """Return where it stands; raises TransportError if it failed."""
+        ...
+
+    def close(self) -> None:
+        """Give it up, posted or not; idempotent. Bytes may still arrive until `poll` would have said DONE."""
+        ...
+
+
+class Transport(Protocol):
+    """One process's end of a transport."""
+
+    name: str
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Make memory readable by (local) and writable for (remote) transfers."""
+        ...
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        """Undo `register`: no peer can write there any more."""
+        ...
+
+    def metadata(self) -> bytes:
+        """Return what a peer needs to connect and to address the memory registered so far."""
+        ...
+
+    def connect(self, metadata: bytes) -> Peer:
+        """Learn of a peer and set up the connection; raises TransportError."""
+        ...
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer; unknown ones are ignored."""
+        ...
+
+    def write(self, peer: Peer, pieces: Sequence[Piece], source: Region) -> Transfer:
+        """Post one write of all pieces; `source` tells the kind of memory they come from. Raises TransportError."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; idempotent."""
+        ...
+
+
+class NixlTransport:
+    """NIXL over UCX: RDMA, CUDA IPC, shared memory or TCP, whichever reaches the peer."""
+
+    name = "nixl"
+
+    def __init__(self, label: str) -> None:
+        """Start an agent; `label` appears in NIXL's own logs. Raises TransportError when NIXL is not installed."""
+        api = _nixl_api()
+        self._agent: Any = api.nixl_agent(f"{label}-{uuid.uuid4().hex[:12]}", api.nixl_agent_config(backends=["UCX"]))
+        self._registered: dict[Region, Any] = {}
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """See Transport."""
+        for region in regions:
+            if region not in self._registered:
+                self._registered[region] = self._agent.register_memory(
+                    [(region.address, region.length, region.device or 0, "")], _memory_kind(region)
+                )
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        """See Transport."""
+        for region in regions:
+            handle = self._registered.pop(region, None)
+            if handle is not None:
+                self._agent.deregister_memory(handle)
+
+    def metadata(self) -> bytes:
+        """See Transport."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def connect(self, metadata: bytes) -> Peer:
+        """See Transport. The connection is made now: the first write would otherwise pay 50 ms for it."""
+        try:
+            name = self._agent.add_remote_agent(metadata)
+            self._agent.make_connection(name)
+        except Exception as error:
+            raise TransportError(f"NIXL cannot connect to the peer: {error}") from error
+        return Peer(name.decode() if isinstance(name, bytes) else str(name))
+
+    def disconnect(self, peer: Peer) -> None:
+        """See Transport."""
+        try:
+            self._agent.remove_remote_agent(peer)
+        except Exception as error:
+            if "NOT_FOUND" not in str(error):
+                raise TransportError(f"NIXL cannot forget {peer}: {error}") from error
+
+    def write(self, peer: Peer, pieces: Sequence[Piece], source: Region) -> Transfer:
+        """See Transport."""
+        device = source.device or 0
+        kind = _memory_kind(source)
+        local = [(piece.local, piece.length, device) for piece in pieces]
+        remote = [(piece.remote, piece.length, 0) for piece in pieces]
+        try:
+            handle = self._agent.initialize_xfer(
+                "WRITE",
+                self._agent.get_xfer_descs(local, kind),
+                self._agent.get_xfer_descs(remote, "DRAM"),
+                peer,
+            )
+            transfer = _NixlTransfer(self._agent, handle, peer)
+            if self._agent.transfer(handle) == "ERR":
+                raise TransportError(f"NIXL refused a write of {len(pieces)} pieces to {peer}")
+        except TransportError:
+            raise
+        except Exception as error:
+            raise TransportError(f"NIXL cannot write to {peer}: {error}") from error
+        return transfer
+
+    def close(self) -> None:
+        """See Transport."""
+        self.unregister(list(self._registered))
+
+
+class _NixlTransfer:
+    def __init__(self, agent: Any, handle: Any, peer: Peer) -> None:
+        self._agent = agent
+        self._handle = handle
+        self._peer = peer
+
+    def poll(self) -> Progress:
+        try:
+            state = self._agent.check_xfer_state(self._handle)
+        except Exception as error:
+            raise TransportError(f"a NIXL write to {self._peer} failed: {error}") from error
+        if state == "DONE":
+            return Progress.DONE
+        if state == "PROC":
+            return Progress.BUSY
+        raise TransportError(f"a NIXL write to {self._peer} ended in state {state}")
+
+    def close(self) -> None:
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            try:
+                self._agent.release_xfer_handle(handle)
+            except Exception as error:
+                raise TransportError(f"a NIXL write to {self._peer} cannot be withdrawn: {error}") from error
+
+
+def _memory_kind(region: Region) -> str:
+    return "DRAM" if region.device is None else "VRAM"
+
+
+def _nixl_api() -> Any:
+    """Import NIXL under whichever name its wheel installed."""
+    import importlib
+
+    for package in ("nixl", "nixl_cu13", "nixl_cu12"):
+        try:
+            return importlib.import_module(f"{package}._api")
+        except ModuleNotFoundError:
+            continue
+    raise TransportError("NIXL is not installed: pip install nixl-cu12 (or nixl-cu13)")
