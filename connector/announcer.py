@@ -1,0 +1,52 @@
+"""The scheduler side's voice: control messages to daemons, never waiting for any of them."""
+
+import logging
+
+import zmq
+
+from handoff.claim import Claim
+from handoff.messages import Abort, Final, encode
+
+logger = logging.getLogger(__name__)
+
+_MAX_PEERS = 1024
+
+
+class Announcer:
+    """One PUSH-like DEALER socket per daemon, opened when a claim for it is first seen. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._sockets: dict[tuple[str, int], zmq.Socket[bytes]] = {}
+
+    def connect(self, claim: Claim) -> None:
+        """Open the socket ahead of the message that will need it; idempotent."""
+        self._socket(claim)
+
+    def send(self, claim: Claim, message: Final | Abort) -> None:
+        """Queue a message; a daemon that is away loses it (its own deadline covers that) and delays nobody."""
+        try:
+            self._socket(claim).send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("daemon %s:%d takes no messages; handoff %s is lost", claim.host, claim.port, claim.handoff_id)
+
+    def close(self) -> None:
+        """Drop unsent messages and release the sockets."""
+        for socket in self._sockets.values():
+            socket.close(linger=0)
+        self._sockets.clear()
+        self._context.term()
+
+    def _socket(self, claim: Claim) -> "zmq.Socket[bytes]":
+        address = (claim.host, claim.port)
+        socket = self._sockets.get(address)
+        if socket is None:
+            if len(self._sockets) >= _MAX_PEERS:  # daemons come and go; the longest-known is the likeliest gone
+                self._sockets.pop(next(iter(self._sockets))).close(linger=0)
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.SNDHWM, 1000)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.connect(f"tcp://{claim.host}:{claim.port}")
+            self._sockets[address] = socket
+        return socket

@@ -1,0 +1,124 @@
+"""One request's way from vLLM's blocks to a landing region: a small state machine without sockets."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from handoff.claim import SignedClaim
+from handoff.transport import Peer, Piece, Region, Transfer, TransportError
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Blocks to write once `ready()`."""
+
+    first_block: int
+    blocks: tuple[int, ...]
+    last: bool
+    ready: Callable[[], bool]
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A handoff this rank sends.
+
+    `address` is None until the daemon accepts. `ended` means that nothing more will be posted; it is settled once no transfer
+    is in flight either.
+    """
+
+    request_id: str
+    claim: SignedClaim
+    prompt_tokens: int
+    deadline: float | None
+    hellos: int = 0
+    address: int | None = None
+    length: int = 0
+    peer: Peer | None = None
+    pending: list[Pending] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    started: float | None = None
+    blocks: int = 0
+    bytes: int = 0
+    complete: bool = False
+    ended: bool = False
+    failure: str | None = None
+    cancelled: bool = False  # by the daemon
+    abandoned: bool = False  # a write may still be in flight: the daemon must not be told otherwise
+
+    @property
+    def handoff_id(self) -> str:
+        """The claim's."""
+        return self.claim.claim.handoff_id
+
+    @property
+    def peer_address(self) -> tuple[str, int]:
+        """The daemon's control socket."""
+        return self.claim.claim.host, self.claim.claim.port
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread must look again soon."""
+        return bool(self.transfers) or (self.address is not None and bool(self.pending))
+
+    def accept(self, address: int, length: int, peer: Peer) -> None:
+        """The daemon lets this rank write `length` bytes from `address` on."""
+        if self.ended or self.address is not None:
+            return
+        self.address, self.length, self.peer, self.deadline = address, length, peer, None
+
+    def withdraw(self, reason: str, *, cancelled: bool = False) -> None:
+        """Post nothing more; transfers in flight run out. The first reason is kept."""
+        if not self.ended:
+            self.ended = True
+            self.failure = reason
+            self.cancelled = cancelled
+            self.pending.clear()
+
+    def abandon(self) -> None:
+        """Give up on transfers that do not end."""
+        self.deadline = None
+        for transfer in self.transfers:
+            self.abandoned = True
+            try:
+                transfer.close()
+            except TransportError:
+                continue  # it stays in flight; `abandoned` says so
+        self.transfers.clear()
+
+    def count(self, pending: Pending, pieces: Sequence[Piece]) -> None:
+        """Account for a posted chunk."""
+        self.blocks += len(pending.blocks)
+        self.bytes += sum(piece.length for piece in pieces)
+        self.complete = self.complete or pending.last
+
+    def pieces(self, pending: Pending, layers: Sequence[Region], block_bytes: int) -> list[Piece]:
+        """Return the copies for one chunk, runs of adjacent blocks merged.
+
+        The landing region holds layer after layer, each with all of the prompt's blocks in order. Raises TransportError when
+        the chunk does not fit what was granted, or lies outside the cache.
+        """
+        if self.address is None:
+            raise TransportError("no landing region was granted")
+        per_layer = self.length // len(layers)
+        if (pending.first_block + len(pending.blocks)) * block_bytes > per_layer:
+            raise TransportError(f"{len(pending.blocks)} blocks from {pending.first_block} on do not fit {per_layer} bytes")
+        pieces: list[Piece] = []
+        for index, layer in enumerate(layers):
+            remote = self.address + index * per_layer + pending.first_block * block_bytes
+            for first, count in _runs(pending.blocks):
+                if (first + count) * block_bytes > layer.length:
+                    raise TransportError(f"block {first + count - 1} lies outside the KV cache")
+                length = count * block_bytes
+                pieces.append(Piece(layer.address + first * block_bytes, remote, length))
+                remote += length
+        return pieces
+
+
+def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (first, count) for each run of consecutive block ids."""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and runs[-1][0] + runs[-1][1] == block:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block, 1))
+    return runs
