@@ -1,0 +1,189 @@
+"""One decode daemon: engine, landing slots, control socket, token stream and heartbeat, started and stopped in order."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import grpc.aio
+import structlog
+import torch
+
+from decode_daemon.card import model_card
+from decode_daemon.engine.generation import GenerationDefaults
+from decode_daemon.engine.loop import LlamaEngine
+from decode_daemon.engine.protocol import DecodeParams, Engine, EngineDescription, SamplingParams
+from decode_daemon.memory import LandingMemory
+from decode_daemon.metrics import DaemonMetrics
+from decode_daemon.receiver import Expectation, Receiver
+from decode_daemon.runner import EngineRunner, Timings
+from decode_daemon.server import DecodeService
+from decode_daemon.settings import DaemonSettings
+from decode_daemon.slots import LandingSlot
+from handoff.claim import ClaimKeys
+from handoff.decode_pb2_grpc import add_DecoderServicer_to_server
+from handoff.identity import model_digest
+from handoff.messages import ModelIdentity
+from handoff.transport import NixlTransport
+from leases import Advertiser, LeasesUnavailable, LeaseTable, Node, SlotState, SlotView
+from process.errors import PortBusyError
+from process.metrics import serve_metrics
+from process.signals import StopSignal
+
+log = structlog.get_logger(__name__)
+
+_PAD_TOKENS = 256  # the largest block size in use: a landing region holds whole blocks
+_WARM_UP_TOKENS = 8
+
+
+async def serve(settings: DaemonSettings) -> None:
+    """Run a daemon until SIGTERM or SIGINT, then let running requests finish."""
+    async with StopSignal() as stop, running(settings) as daemon:
+        log.info("daemon ready", node=daemon.node.node_id, decode=daemon.node.decode_endpoint, slots=daemon.node.slots)
+        await stop.wait()
+        log.info("draining", seconds=settings.drain_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A running daemon's parts."""
+
+    node: Node
+    slots: list[LandingSlot]
+    service: DecodeService
+    metrics: DaemonMetrics
+    metrics_port: int
+
+
+@asynccontextmanager
+async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
+    """Start a daemon; on leaving, drain and stop it.
+
+    Raises ConfigError, EngineError, FileNotFoundError, TransportError or PortBusyError, each naming what and the way out.
+    """
+    torch.set_num_threads(settings.threads or torch.get_num_threads())
+    engine = await asyncio.to_thread(_load, settings)
+    shape = engine.describe()
+    generation = GenerationDefaults.read(settings.model_dir)
+    identity = ModelIdentity(settings.served_model_name, model_digest(settings.model_dir), settings.context_tokens)
+    card = model_card(
+        model=settings.served_model_name,
+        identity=identity.weights,
+        context_tokens=settings.context_tokens,
+        model_dir=settings.model_dir,
+        generation=generation,
+    )
+    metrics = DaemonMetrics()
+    async with AsyncExitStack() as stack:
+        metrics_port = stack.enter_context(serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry))
+        transport = NixlTransport("daemon")
+        stack.callback(transport.close)
+        daemon_id = uuid.uuid4().hex
+        receiver = Receiver(
+            daemon_id=daemon_id,
+            host=settings.host,
+            port=settings.control_port,
+            keys=ClaimKeys(settings.signing_keys),
+            expectation=_expectation(identity, shape),
+            transport=transport,
+        )
+        stack.push_async_callback(receiver.aclose)
+        length = _landing_bytes(shape, settings.context_tokens)
+        slots = [LandingSlot(i, LandingMemory(transport, length), receiver.send) for i in range(settings.slots)]
+        receiver.start(slots)
+        metrics.watch(slots)
+        runner = EngineRunner(engine, Timings(metrics.convert_seconds.observe, lambda s, _: metrics.step_seconds.observe(s)))
+        stack.callback(runner.close)
+        server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
+        decode_port = _bind(server, settings.host, settings.decode_port)
+        advertised = settings.advertise_host or settings.host
+        node = Node(
+            node_id=daemon_id,
+            model=settings.served_model_name,
+            card=card.fingerprint,
+            decode_endpoint=f"{advertised}:{decode_port}",
+            control_host=advertised,
+            control_port=receiver.port,
+            capacity_tokens=settings.context_tokens,
+            slots=settings.slots,
+        )
+        table = await stack.enter_async_context(
+            LeaseTable(settings.redis_url, landing_ms=round(settings.unused_lease_s * 1000))
+        )
+        advertiser = Advertiser(table, node, lambda: _views(slots, runner), lambda states: _raise_floors(slots, states))
+
+        async def free(slot: LandingSlot, epoch: int) -> None:
+            # The heartbeat that follows says the same; this only says it a round trip earlier.
+            with suppress(LeasesUnavailable):
+                await table.release(node.model, node.node_id, slot.index, epoch)
+
+        service = DecodeService(
+            card=card,
+            slots=slots,
+            runner=runner,
+            metrics=metrics,
+            freed=free,
+            changed=advertiser.kick,
+            landing_timeout=settings.landing_timeout_s,
+            writer_grace=settings.writer_grace_s,
+            reader_grace=settings.reader_grace_s,
+        )
+        add_DecoderServicer_to_server(service, server)
+        await server.start()
+        stack.push_async_callback(server.stop, None)
+        advertiser.start()
+        try:
+            yield Daemon(node, slots, service, metrics, metrics_port)
+        finally:
+            service.draining = True
+            await advertiser.aclose()
+            await server.stop(settings.drain_timeout_s)
+            await service.settle()
+
+
+def _load(settings: DaemonSettings) -> Engine:
+    engine = LlamaEngine.load(
+        settings.model_dir,
+        dtype=getattr(torch, settings.dtype),
+        context_tokens=settings.context_tokens,
+        threads=settings.threads,
+    )
+    # The first steps pay for allocations and thread pools: not the first user.
+    warm_up = DecodeParams(SamplingParams(temperature=0.0), _WARM_UP_TOKENS, frozenset())
+    for _ in engine.decode([0], 0, warm_up, lambda: False):
+        pass
+    return engine
+
+
+def _expectation(identity: ModelIdentity, shape: EngineDescription) -> Expectation:
+    return Expectation(
+        model=identity,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=str(shape.dtype).removeprefix("torch."),
+    )
+
+
+def _landing_bytes(shape: EngineDescription, tokens: int) -> int:
+    """Bytes for keys and values of `tokens` positions in whole blocks, all layers."""
+    per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+    return per_token * (tokens + _PAD_TOKENS)
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        return server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise PortBusyError(f"cannot listen on {host}:{port}: choose another port with --decode-port") from error
+
+
+def _views(slots: list[LandingSlot], runner: EngineRunner) -> list[SlotView]:
+    idle = runner.idle and not any(slot.epoch_in_use for slot in slots)
+    return [SlotView(slot.index, slot.floor, slot.epoch_in_use, idle) for slot in slots]
+
+
+def _raise_floors(slots: list[LandingSlot], states: tuple[SlotState, ...]) -> None:
+    for state in states:
+        slots[state.slot].raise_floor(state.epoch - 1 if state.leased else state.epoch)

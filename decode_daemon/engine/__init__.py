@@ -1,0 +1,1 @@
+"""The decode engine: one sequence, from injected KV cache to token ids."""

@@ -1,0 +1,126 @@
+"""The decode loop: one sequence, one token per step.
+
+It owns the order of things (stop ids before length, cancellation before work) and nothing of how a step is computed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from decode_daemon.engine.config import LlamaConfig
+from decode_daemon.engine.model import LlamaModel
+from decode_daemon.engine.protocol import DecodeParams, EngineDescription, EngineError, FinishReason, Step
+from decode_daemon.engine.sampling import Sampler
+from decode_daemon.engine.weights import load_weights
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class LlamaEngine:
+    """An `Engine` for the Llama family in plain PyTorch."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        self._model = model
+
+    @classmethod
+    def load(cls, model_dir: Path, *, dtype: torch.dtype, context_tokens: int, threads: int | None) -> "LlamaEngine":
+        """Load a Hugging Face folder and allocate a KV cache of `context_tokens` positions.
+
+        `dtype` (bfloat16 or float32) is that of weights and cache. `threads` sets PyTorch's thread count, which is one for
+        the whole process; None leaves it alone. Raises EngineError for a model, dtype or context that the engine cannot run.
+        """
+        if dtype not in _DTYPES:
+            raise EngineError(f"dtype {dtype} is not supported: choose torch.bfloat16 or torch.float32")
+        config = LlamaConfig.read(model_dir)
+        if not 1 <= context_tokens <= config.max_positions:
+            raise EngineError(
+                f"context_tokens is {context_tokens}; {model_dir} was trained for 1 to {config.max_positions} "
+                "(max_position_embeddings)"
+            )
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return cls(LlamaModel(config, load_weights(model_dir, config, dtype), context_tokens))
+
+    def describe(self) -> EngineDescription:
+        """Return the loaded model's shape."""
+        config = self._model.config
+        return EngineDescription(
+            architecture=config.architecture,
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            context_tokens=self._model.context_tokens,
+            dtype=self._model.cache.dtype,
+        )
+
+    def kv_target(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of K (rotated) and V for positions 0 to tokens - 1, each [layers, kv_heads, tokens, head_dim].
+
+        Raises EngineError if `tokens` is not between 1 and the context.
+        """
+        if not 1 <= tokens <= self._model.context_tokens:
+            raise EngineError(f"{tokens} tokens of KV do not fit this engine's context of {self._model.context_tokens} tokens")
+        cache = self._model.cache[:, :, :, :tokens]
+        return cache[:, 0], cache[:, 1]
+
+    def decode(
+        self,
+        prompt_ids: Sequence[int],
+        first_token: int,
+        params: DecodeParams,
+        cancelled: Callable[[], bool],
+    ) -> Iterator[Step]:
+        """Continue after `first_token`; see `Engine.decode`.
+
+        A first token that already ends the answer (a stop id, max_tokens 1, a full context) yields one Step without ids.
+        Raises EngineError at the call for arguments out of range, and while iterating when logits are not finite.
+        """
+        self._check(prompt_ids, first_token, params)
+        return self._steps(len(prompt_ids), first_token, params, Sampler(params.sampling), cancelled)
+
+    def _steps(
+        self, position: int, token: int, params: DecodeParams, sampler: Sampler, cancelled: Callable[[], bool]
+    ) -> Iterator[Step]:
+        """Yield the steps after `token`, which stands at `position` and is the answer's first."""
+        # The last token's KV is never needed, so an answer may end exactly at the context's end.
+        end = min(position + params.max_tokens, self._model.context_tokens)
+        finish = _finish(token, position, end, params)
+        if finish is not None:
+            yield Step((), finish)
+        while finish is None and not cancelled():
+            token = self._next(token, position, sampler)
+            position += 1
+            finish = _finish(token, position, end, params)
+            yield Step((token,), finish)
+
+    @torch.inference_mode()
+    def _next(self, token: int, position: int, sampler: Sampler) -> int:
+        """Return the id that follows `token`, which stands at `position`."""
+        logits = self._model.forward(torch.tensor([token]), position)
+        return sampler.choose(logits[0], position + 1)
+
+    def _check(self, prompt_ids: Sequence[int], first_token: int, params: DecodeParams) -> None:
+        vocab, context = self._model.config.vocab_size, self._model.context_tokens
+        if params.max_tokens < 1:
+            raise EngineError(f"max_tokens is {params.max_tokens}; it must be at least 1")
+        if len(prompt_ids) >= context:
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {context}: shorten the prompt"
+            )
+        if not 0 <= first_token < vocab:
+            raise EngineError(f"first token {first_token} is outside the vocabulary of {vocab} ids")
+        if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab:
+            wrong = next(token for token in prompt_ids if not 0 <= token < vocab)
+            raise EngineError(f"prompt token {wrong} is outside the vocabulary of {vocab} ids")
+
+
+def _finish(token: int, position: int, end: int, params: DecodeParams) -> FinishReason | None:
+    """Tell whether the answer ends with `token` at `position`, when no position from `end` on may hold one.
+
+    A stop id wins over the length, as in vLLM's `check_stop`.
+    """
+    if token in params.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if position + 1 >= end else None

@@ -1,0 +1,92 @@
+"""The engine's thread: one request at a time, its steps published to the event loop as they come.
+
+Conversion and decoding run in one dedicated thread, so that the loop stays free for sockets; a cancelled request frees the
+engine after the step it is in.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from decode_daemon.convert import convert
+from decode_daemon.engine.protocol import DecodeParams, Engine, Step
+from decode_daemon.slots import Landed
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Called from the engine's thread, in seconds."""
+
+    converted: Callable[[float], None]
+    step: Callable[[float, int], None]  # duration, tokens
+
+
+class EngineRunner:
+    """Owns the engine's thread and the queue of requests in front of it (first come, first served)."""
+
+    def __init__(self, engine: Engine, timings: Timings) -> None:
+        self._engine = engine
+        self._timings = timings
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+
+    @property
+    def idle(self) -> bool:
+        """Whether a request would be decoded at once."""
+        return not self._turn.locked()
+
+    async def run(self, landed: Landed, memory: torch.Tensor, params: DecodeParams) -> AsyncIterator[Step]:
+        """Convert, inject, decode: yields each step when it is known. Raises EngineError.
+
+        Closing the iterator cancels the decode and waits for the step it is in.
+        """
+        await self._turn.acquire()
+        loop = asyncio.get_running_loop()
+        steps: asyncio.Queue[Step | None] = asyncio.Queue()
+        cancelled = threading.Event()
+
+        def publish(step: Step | None) -> None:
+            loop.call_soon_threadsafe(steps.put_nowait, step)
+
+        job = loop.run_in_executor(self._thread, self._drive, landed, memory, params, cancelled, publish)
+        # The turn ends with the engine's work, not with the reader's: a slow reader delays nobody.
+        job.add_done_callback(lambda _: self._turn.release())
+        try:
+            while (step := await steps.get()) is not None:
+                yield step
+            await job
+        finally:
+            cancelled.set()
+            # Shielded: the thread must be out of the landing memory before anybody reuses it.
+            await asyncio.shield(asyncio.wait([job]))
+
+    def close(self) -> None:
+        """Wait for the thread to end."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _drive(
+        self,
+        landed: Landed,
+        memory: torch.Tensor,
+        params: DecodeParams,
+        cancelled: threading.Event,
+        publish: Callable[[Step | None], None],
+    ) -> None:
+        try:
+            began = time.perf_counter()
+            keys, values = self._engine.kv_target(len(landed.prompt))
+            convert(memory, landed.layout, keys, values)
+            self._timings.converted(time.perf_counter() - began)
+            began = time.perf_counter()
+            for step in self._engine.decode(landed.prompt, landed.first_token, params, cancelled.is_set):
+                publish(step)
+                now = time.perf_counter()
+                self._timings.step(now - began, len(step.ids))
+                began = now
+        finally:
+            publish(None)

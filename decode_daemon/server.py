@@ -1,0 +1,160 @@
+"""The gRPC token stream: reserve a slot, wait for the KV cache, decode, one message per engine step."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+
+from decode_daemon.engine.protocol import DecodeParams, EngineError, FinishReason, SamplingParams, Step
+from decode_daemon.metrics import DaemonMetrics
+from decode_daemon.runner import EngineRunner
+from decode_daemon.slots import HandoffFailed, Landed, LandingSlot, Occupancy, SlotRefused
+from handoff import decode_pb2 as pb
+from handoff.decode_pb2_grpc import DecoderServicer
+
+log = structlog.get_logger(__name__)
+
+_FINISH = {None: pb.Tokens.NONE, FinishReason.STOP: pb.Tokens.STOP, FinishReason.LENGTH: pb.Tokens.LENGTH}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeService(DecoderServicer):
+    """Serves one pool of slots with one engine."""
+
+    def __init__(
+        self,
+        *,
+        card: pb.ModelCard,
+        slots: list[LandingSlot],
+        runner: EngineRunner,
+        metrics: DaemonMetrics,
+        freed: Callable[[LandingSlot, int], Awaitable[None]],
+        changed: Callable[[], None],
+        landing_timeout: float,
+        writer_grace: float,
+        reader_grace: float,
+    ) -> None:
+        """`freed` is told (slot, epoch) once a lease is over, `changed` whenever a slot's state changed."""
+        self._card = card
+        self._slots = slots
+        self._runner = runner
+        self._metrics = metrics
+        self._freed = freed
+        self._changed = changed
+        self._landing_timeout = landing_timeout
+        self._writer_grace = writer_grace
+        self._reader_grace = reader_grace
+        self._active: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        self.draining = False
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.ModelCard:  # noqa: N802
+        """Return the model card."""
+        return self._card
+
+    # A coroutine that writes, not a generator that yields: each write can be bounded and cancelled.
+    async def Decode(self, request: pb.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        """Serve one request; cancelling the call, at any stage, frees the slot."""
+        outcome = "cancelled"
+        try:
+            slot, held = self._reserve(request)
+        except SlotRefused as refusal:
+            self._metrics.requests.labels("refused").inc()
+            await self._write(context, pb.DecodeEvent(failed=pb.Failed(code=refusal.code, message=str(refusal))))
+            return
+        self._changed()
+        try:
+            outcome = await self._serve(request, slot, held, context)
+        except TimeoutError:
+            outcome = "timeout"
+            message = (
+                f"no KV cache landed within {self._landing_timeout:g} s, or nobody read tokens for {self._reader_grace:g} s"
+            )
+            await self._fail(context, outcome, message)
+        except HandoffFailed as error:
+            outcome = "handoff_failed"
+            await self._fail(context, outcome, str(error))
+        except EngineError as error:
+            outcome = "engine_failed"
+            log.error("decode failed", handoff=request.handoff_id, error=str(error))
+            await self._fail(context, outcome, str(error))
+        finally:
+            self._metrics.requests.labels(outcome).inc()
+            # A task of its own: this one may be cancelled again while the slot is being freed.
+            ending = asyncio.create_task(self._end(slot, held, outcome))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+
+    async def settle(self) -> None:
+        """Wait until every ended request's slot is free."""
+        while self._endings:
+            await asyncio.wait(set(self._endings))
+
+    def _reserve(self, request: pb.DecodeRequest) -> tuple[LandingSlot, Occupancy]:
+        if self.draining:
+            raise SlotRefused("draining", "this daemon is shutting down")
+        if request.slot >= len(self._slots):
+            raise SlotRefused("no_such_slot", f"slot {request.slot} is not one of {len(self._slots)}")
+        slot = self._slots[request.slot]
+        return slot, slot.reserve(request.handoff_id, request.epoch)
+
+    async def _serve(self, request: pb.DecodeRequest, slot: LandingSlot, held: Occupancy, context: Context) -> str:
+        await self._write(context, pb.DecodeEvent(reserved=pb.Reserved()))
+        landed = await asyncio.wait_for(asyncio.shield(held.landed), self._landing_timeout)
+        self._metrics.handoff_bytes.inc(landed.bytes)
+        self._metrics.landing_seconds.observe(landed.seconds)
+        await self._write(context, pb.DecodeEvent(landed=_landed(landed)))
+        if landed.finished:
+            await self._write(context, _tokens(1, Step((), FinishReason.STOP)))
+            return "finished"
+        held.decoding = True
+        self._changed()
+        position = 1
+        steps = self._runner.run(landed, slot.memory.view(landed.bytes), self._params(request, landed))
+        try:
+            async for step in steps:
+                await self._write(context, _tokens(position, step))
+                position += len(step.ids)
+                self._metrics.tokens.inc(len(step.ids))
+        finally:
+            await steps.aclose()  # type: ignore[attr-defined]  # an async generator
+        return "finished"
+
+    def _params(self, request: pb.DecodeRequest, landed: Landed) -> DecodeParams:
+        room = self._card.context_tokens - len(landed.prompt)
+        sampling = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=request.seed if request.HasField("seed") else None,
+        )
+        return DecodeParams(sampling, min(request.max_tokens or room, room), frozenset(request.stop_token_ids))
+
+    async def _write(self, context: Context, event: pb.DecodeEvent) -> None:
+        # Bounded: a gateway that stops reading must not hold the engine.
+        await asyncio.wait_for(context.write(event), self._reader_grace)
+
+    async def _fail(self, context: Context, code: str, message: str) -> None:
+        await self._write(context, pb.DecodeEvent(failed=pb.Failed(code=code, message=message)))
+
+    async def _end(self, slot: LandingSlot, held: Occupancy, outcome: str) -> None:
+        await slot.release(held, outcome, self._writer_grace)
+        await self._freed(slot, held.epoch)
+        self._changed()
+
+
+def _landed(landed: Landed) -> pb.Landed:
+    return pb.Landed(
+        prompt_token_ids=landed.prompt,
+        first_token=landed.first_token,
+        bytes=landed.bytes,
+        transfer_seconds=landed.seconds,
+    )
+
+
+def _tokens(position: int, step: Step) -> pb.DecodeEvent:
+    return pb.DecodeEvent(tokens=pb.Tokens(position=position, ids=step.ids, finish=_FINISH[step.finish]))

@@ -1,0 +1,34 @@
+"""The decode daemon's settings: flags, then ANCHORLEG_DAEMON_*, then the TOML file's [daemon] table."""
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from process.settings import ProcessSettings
+
+
+class DaemonSettings(ProcessSettings):
+    """Everything a daemon can be told."""
+
+    section: ClassVar[str] = "daemon"
+
+    model_dir: Path = Field(description="Hugging Face folder with config.json, tokenizer.json and safetensors.")
+    served_model_name: str = Field(min_length=1, description="The name clients use; vLLM's --served-model-name.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights and KV cache; vLLM's --dtype.")
+    context_tokens: int = Field(4096, ge=16, description="Prompt and output of one request; vLLM's --max-model-len.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: one per core.")
+    slots: int = Field(2, ge=1, le=16, description="Landing slots: one more than one lets the next prefill overlap.")
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    advertise_host: str | None = Field(None, description="Address that gateways and vLLM reach this daemon at; default: host.")
+    decode_port: int = Field(50061, ge=0, le=65535, description="gRPC port of the token stream.")
+    control_port: int = Field(50062, ge=0, le=65535, description="ZeroMQ port for connectors.")
+    metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint.")
+    metrics_port: int = Field(9465, ge=0, le=65535, description="Port of the Prometheus endpoint.")
+
+    landing_timeout_s: float = Field(120.0, gt=0, description="From reserving a slot to the whole KV cache being there.")
+    unused_lease_s: float = Field(10.0, gt=0, description="A lease that no gateway turned up for is taken back after this.")
+    writer_grace_s: float = Field(5.0, gt=0, description="How long a cancelled writer may take to say that it stopped.")
+    reader_grace_s: float = Field(30.0, gt=0, description="How long a gateway may take to read a token before it is dropped.")
+    drain_timeout_s: float = Field(60.0, ge=0, description="On SIGTERM: how long running requests may go on.")

@@ -1,0 +1,55 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from decode_daemon.engine.loop import LlamaEngine
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    """Write a two-layer random model of a family; returns its folder and transformers' own float32 model of it."""
+
+    def write(family: str = "Llama", max_shard_size: str = "1GB", **changes: Any) -> tuple[Path, Any]:
+        config = getattr(transformers, f"{family}Config")(**SHAPE | changes)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # Wide enough that attention and norms matter: a default initialisation gives near-constant logits.
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + ("norm" in name))
+        model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+        return tmp_path, model
+
+    return write
+
+
+@pytest.fixture
+def tiny_engine(tiny: Callable[..., tuple[Path, Any]]) -> LlamaEngine:
+    folder, _ = tiny()
+    return LlamaEngine.load(folder, dtype=torch.float32, context_tokens=64, threads=None)
