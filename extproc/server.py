@@ -1,0 +1,113 @@
+"""The ext_proc process: gRPC server, the lane's parts, metrics, and a graceful stop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import structlog
+from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
+    ExternalProcessorServicer,
+    add_ExternalProcessorServicer_to_server,
+)
+
+from extproc.stream import ExtProcStream, ProtocolError
+from gateway.cards import Cards
+from gateway.decode_client import DecodeClient
+from gateway.lane import LaneParts, LatencyLane
+from gateway.metrics import GatewayMetrics
+from gateway.pools import Pools
+from gateway.settings import GatewaySettings
+from gateway.upstream import Upstream
+from handoff.claim import ClaimKeys
+from leases import LeaseTable
+from process.errors import PortBusyError
+from process.metrics import serve_metrics
+from process.signals import StopSignal
+
+log = structlog.get_logger(__name__)
+
+_CARD_TIMEOUT_S = 10.0
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Run the gateway until SIGTERM or SIGINT, then let running streams finish."""
+    async with StopSignal() as stop, running(settings) as gateway:
+        log.info("ext_proc ready", port=gateway.port, metrics_port=gateway.metrics_port)
+        await stop.wait()
+        log.info("draining", seconds=settings.drain_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A running gateway's parts."""
+
+    port: int
+    metrics_port: int
+    lane: LatencyLane
+    metrics: GatewayMetrics
+
+
+class ExtProcService(ExternalProcessorServicer):  # type: ignore[misc]  # xds-protos has no types
+    """Envoy's ExternalProcessor service."""
+
+    def __init__(self, lane: LatencyLane) -> None:
+        self._lane = lane
+
+    async def Process(self, request_iterator: Any, context: Any) -> None:  # noqa: N802 - gRPC's name
+        """Serve one call. A client that leaves cancels it, and everything it holds is released on the way out."""
+        self._lane.parts.metrics.messages.inc()
+        try:
+            await ExtProcStream(self._lane, context).run()
+        except asyncio.CancelledError:
+            raise
+        except ProtocolError as error:
+            log.error("ext_proc protocol", error=str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except Exception:
+            # Ending the call with an error lets Envoy fail open, or reset a stream that has begun: never a clean end.
+            log.exception("ext_proc call failed")
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the ext_proc log")
+
+
+@asynccontextmanager
+async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
+    """Start a gateway; on leaving, drain and stop it. Raises ConfigError or PortBusyError."""
+    metrics = GatewayMetrics()
+    async with AsyncExitStack() as stack:
+        metrics_port = stack.enter_context(serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry))
+        table = await stack.enter_async_context(LeaseTable(settings.redis_url, timeout_s=settings.leases_timeout_s))
+        client = await stack.enter_async_context(DecodeClient())
+        upstream = await stack.enter_async_context(Upstream(settings.upstream_url, token_timeout_s=settings.resume_timeout_s))
+        cards = Cards(client, _CARD_TIMEOUT_S)
+        pools = Pools(table, cards, client, metrics)
+        await pools.start()
+        stack.push_async_callback(pools.aclose)
+        parts = LaneParts(
+            settings=settings,
+            keys=ClaimKeys(settings.signing_keys),
+            table=table,
+            pools=pools,
+            cards=cards,
+            client=client,
+            upstream=upstream,
+            metrics=metrics,
+        )
+        lane = LatencyLane(parts)
+        # No bound on messages here: Envoy's buffer limit is the bound on bodies, and answers 413.
+        server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
+        add_ExternalProcessorServicer_to_server(ExtProcService(lane), server)
+        try:
+            port = server.add_insecure_port(f"{settings.listen_host}:{settings.listen_port}")
+        except RuntimeError as error:
+            raise PortBusyError(
+                f"cannot listen on {settings.listen_host}:{settings.listen_port}: choose another port with --listen-port"
+            ) from error
+        await server.start()
+        try:
+            yield Gateway(port, metrics_port, lane, metrics)
+        finally:
+            lane.draining = True
+            await server.stop(settings.drain_timeout_s)

@@ -1,0 +1,92 @@
+"""Model cards: tokenizers and generation defaults, told by the daemons and kept by fingerprint.
+
+The gateway holds no model files. A tokenizer takes a quarter of a second to read, so cards are fetched as soon as a daemon is
+seen, in a thread, and not when the first request needs them.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from gateway.decode_client import DecodeClient, DecodeFailed
+from handoff import decode_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """The model's own generation defaults; None where it has none."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One model, as its daemons describe it."""
+
+    fingerprint: str
+    model: str
+    context_tokens: int
+    stop_token_ids: tuple[int, ...]
+    defaults: Defaults
+    tokenizer: Tokenizer
+
+
+class Cards:
+    """Owns the cards seen so far."""
+
+    def __init__(self, client: DecodeClient, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._cards: dict[str, Card] = {}
+        self._fetching: dict[str, asyncio.Task[Card]] = {}
+
+    def get(self, fingerprint: str) -> Card | None:
+        """Return a card that is here; None otherwise."""
+        return self._cards.get(fingerprint)
+
+    async def fetch(self, fingerprint: str, endpoint: str) -> Card:
+        """Return a card, asking the daemon at `endpoint` for it if need be; raises DecodeFailed."""
+        card = self._cards.get(fingerprint)
+        if card is not None:
+            return card
+        task = self._fetching.get(fingerprint)
+        if task is None:
+            task = asyncio.create_task(self._fetch(fingerprint, endpoint))
+            self._fetching[fingerprint] = task
+            task.add_done_callback(lambda _: self._fetching.pop(fingerprint, None))
+        # Shared: one caller's cancellation must not take the card from the others.
+        return await asyncio.shield(task)
+
+    async def _fetch(self, fingerprint: str, endpoint: str) -> Card:
+        message = await self._client.describe(endpoint, self._timeout_s)
+        if message.fingerprint != fingerprint:
+            raise DecodeFailed("wrong_card", f"{endpoint} has card {message.fingerprint}, {fingerprint} was announced")
+        card = await asyncio.to_thread(read_card, message)
+        self._cards[fingerprint] = card
+        return card
+
+
+def read_card(message: pb.ModelCard) -> Card:
+    """Read a daemon's answer to Describe."""
+    d = message.defaults
+    return Card(
+        fingerprint=message.fingerprint,
+        model=message.model,
+        context_tokens=message.context_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        defaults=Defaults(
+            temperature=d.temperature if d.HasField("temperature") else None,
+            top_p=d.top_p if d.HasField("top_p") else None,
+            top_k=d.top_k if d.HasField("top_k") else None,
+            min_p=d.min_p if d.HasField("min_p") else None,
+            repetition_penalty=d.repetition_penalty if d.HasField("repetition_penalty") else None,
+            max_tokens=d.max_tokens if d.HasField("max_tokens") else None,
+        ),
+        tokenizer=Tokenizer.from_str(message.tokenizer.decode()),
+    )

@@ -1,0 +1,112 @@
+"""The gateway's end of the decode stream: one HTTP/2 channel per daemon, one call per request."""
+
+import asyncio
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc
+import grpc.aio
+
+from handoff import decode_pb2 as pb
+from handoff.decode_pb2_grpc import DecoderStub
+
+if TYPE_CHECKING:
+    from handoff.decode_pb2_grpc import DecoderAsyncStub
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", 256 << 20),  # a tokenizer.json can be tens of megabytes
+    ("grpc.keepalive_time_ms", 10_000),  # a daemon whose host vanished is noticed without traffic
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+
+class DecodeFailed(Exception):  # noqa: N818 - an outcome the lane acts on
+    """A daemon refused, failed, or is not there: `code` is stable, the message names the daemon."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class DecodeClient:
+    """Owns the channels."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, tuple[grpc.aio.Channel, DecoderAsyncStub]] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close every channel."""
+        for channel, _ in self._channels.values():
+            await channel.close(None)
+        self._channels.clear()
+
+    async def describe(self, endpoint: str, timeout_s: float) -> pb.ModelCard:
+        """Return a daemon's card; raises DecodeFailed."""
+        try:
+            card: pb.ModelCard = await self._stub(endpoint).Describe(pb.DescribeRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise DecodeFailed("unreachable", f"daemon {endpoint} does not describe itself: {error.details()}") from error
+        return card
+
+    async def reserve(self, endpoint: str, request: pb.DecodeRequest, timeout_s: float) -> "DecodeStream":
+        """Open a stream and wait for the daemon's word that the slot is held; raises DecodeFailed."""
+        stream = DecodeStream(self._stub(endpoint).Decode(request), endpoint)
+        try:
+            event = await stream.read(timeout_s)
+            if event.WhichOneof("event") != "reserved":
+                raise DecodeFailed("protocol", f"daemon {endpoint} began with {event.WhichOneof('event')}")
+        except BaseException:
+            stream.cancel()
+            raise
+        return stream
+
+    async def forget(self, endpoints: set[str]) -> None:
+        """Close the channels of daemons that are not among these."""
+        for endpoint in self._channels.keys() - endpoints:
+            channel, _ = self._channels.pop(endpoint)
+            # Running streams go on to their end.
+            asyncio.get_running_loop().create_task(channel.close(3600.0))
+
+    def _stub(self, endpoint: str) -> "DecoderAsyncStub":
+        known = self._channels.get(endpoint)
+        if known is None:
+            channel = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
+            known = self._channels[endpoint] = (channel, DecoderStub(channel))
+        return known[1]
+
+
+class DecodeStream:
+    """One request's events."""
+
+    def __init__(self, call: Any, endpoint: str) -> None:
+        self._call = call
+        self.endpoint = endpoint
+
+    async def read(self, timeout_s: float) -> pb.DecodeEvent:
+        """Return the next event; raises DecodeFailed when the daemon fails, ends early, or takes longer than `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                event = await self._call.read()
+        except TimeoutError as error:
+            raise DecodeFailed("stalled", f"daemon {self.endpoint} said nothing for {timeout_s:g} s") from error
+        except grpc.aio.AioRpcError as error:
+            raise DecodeFailed("unreachable", f"daemon {self.endpoint}: {error.details()}") from error
+        if event is grpc.aio.EOF:
+            raise DecodeFailed("ended", f"daemon {self.endpoint} ended the stream too early")
+        if event.WhichOneof("event") == "failed":
+            raise DecodeFailed(event.failed.code, f"daemon {self.endpoint}: {event.failed.message}")
+        return event  # type: ignore[no-any-return]
+
+    def cancel(self) -> None:
+        """Give the request up: the daemon frees the slot. Idempotent, and harmless after the end."""
+        self._call.cancel()
