@@ -6,12 +6,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import grpc.aio
 import structlog
-from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
-    ExternalProcessorServicer,
-    add_ExternalProcessorServicer_to_server,
-)
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from extproc.stream import ExtProcStream, ProtocolError
 from gateway.cards import Cards
@@ -50,17 +48,30 @@ class Gateway:
     metrics: GatewayMetrics
 
 
-class ExtProcService(ExternalProcessorServicer):  # type: ignore[misc]  # xds-protos has no types
+class _GrpcWire:
+    """A call's two directions. gRPC takes a stream's messages of a unary handler as bytes."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    async def read(self) -> Any:
+        return await self._context.read()
+
+    async def write(self, message: pb.ProcessingResponse) -> None:
+        await self._context.write(message.SerializeToString())
+
+
+class ExtProcService:
     """Envoy's ExternalProcessor service."""
 
     def __init__(self, lane: LatencyLane) -> None:
         self._lane = lane
 
-    async def Process(self, request_iterator: Any, context: Any) -> None:  # noqa: N802 - gRPC's name
+    async def process(self, request_iterator: Any, context: Any) -> pb.ProcessingResponse:
         """Serve one call. A client that leaves cancels it, and everything it holds is released on the way out."""
-        self._lane.parts.metrics.messages.inc()
+        self._lane.parts.metrics.calls.inc()
         try:
-            await ExtProcStream(self._lane, context).run()
+            return await ExtProcStream(self._lane, _GrpcWire(context)).run()
         except asyncio.CancelledError:
             raise
         except ProtocolError as error:
@@ -70,6 +81,22 @@ class ExtProcService(ExternalProcessorServicer):  # type: ignore[misc]  # xds-pr
             # Ending the call with an error lets Envoy fail open, or reset a stream that has begun: never a clean end.
             log.exception("ext_proc call failed")
             await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the ext_proc log")
+        raise AssertionError("abort returns never")
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the gRPC handler of Process.
+
+        On the wire a bidirectional stream. Here the last message is the handler's return value, because gRPC sends that one
+        and the call's end together. Sent apart, vLLM's answer can reach Envoy between the two; Envoy then hands its body to a
+        call that is over, and the client gets an empty one.
+        """
+        process = grpc.stream_unary_rpc_method_handler(
+            self.process,
+            request_deserializer=pb.ProcessingRequest.FromString,
+            response_serializer=pb.ProcessingResponse.SerializeToString,
+        )
+        service = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
+        return grpc.method_handlers_generic_handler(service, {"Process": process})
 
 
 @asynccontextmanager
@@ -80,7 +107,13 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         metrics_port = stack.enter_context(serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry))
         table = await stack.enter_async_context(LeaseTable(settings.redis_url, timeout_s=settings.leases_timeout_s))
         client = await stack.enter_async_context(DecodeClient())
-        upstream = await stack.enter_async_context(Upstream(settings.upstream_url, token_timeout_s=settings.resume_timeout_s))
+        upstream = await stack.enter_async_context(
+            Upstream(
+                settings.upstream_url,
+                token_timeout_s=settings.resume_timeout_s,
+                tokenize_timeout_s=settings.tokenize_timeout_s,
+            )
+        )
         cards = Cards(client, _CARD_TIMEOUT_S)
         pools = Pools(table, cards, client, metrics)
         await pools.start()
@@ -98,7 +131,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         lane = LatencyLane(parts)
         # No bound on messages here: Envoy's buffer limit is the bound on bodies, and answers 413.
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
-        add_ExternalProcessorServicer_to_server(ExtProcService(lane), server)
+        server.add_generic_rpc_handlers((ExtProcService(lane).handler(),))
         try:
             port = server.add_insecure_port(f"{settings.listen_host}:{settings.listen_port}")
         except RuntimeError as error:

@@ -35,6 +35,7 @@ class Card:
     stop_token_ids: tuple[int, ...]
     defaults: Defaults
     tokenizer: Tokenizer
+    longest_token: int  # characters; so many tokens at least, for so many characters
 
 
 class Cards:
@@ -75,6 +76,7 @@ class Cards:
 def read_card(message: pb.ModelCard) -> Card:
     """Read a daemon's answer to Describe."""
     d = message.defaults
+    tokenizer = Tokenizer.from_str(message.tokenizer.decode())
     return Card(
         fingerprint=message.fingerprint,
         model=message.model,
@@ -88,5 +90,6 @@ def read_card(message: pb.ModelCard) -> Card:
             repetition_penalty=d.repetition_penalty if d.HasField("repetition_penalty") else None,
             max_tokens=d.max_tokens if d.HasField("max_tokens") else None,
         ),
-        tokenizer=Tokenizer.from_str(message.tokenizer.decode()),
+        tokenizer=tokenizer,
+        longest_token=max(map(len, tokenizer.get_vocab()), default=1),
     )

@@ -155,6 +155,13 @@ def why_not(body: Body) -> Unsupported | None:
     return None
 
 
+def prompt_characters(body: Body) -> int:
+    """Count the characters of the messages' texts; expects a body that `why_not` has nothing against."""
+    texts = [message.get("content") for message in body.get("messages")]
+    parts = [part["text"] for text in texts if isinstance(text, list) for part in text]
+    return sum(len(text) for text in [*texts, *parts] if isinstance(text, str))
+
+
 def prefill_fields() -> list[str]:
     """Fields whose bytes go to vLLM as they came."""
     return [key for key, row in CHAT_FIELDS.items() if row.leg is Leg.PREFILL or key in _PASSED_THOUGH_NEITHER]

@@ -10,7 +10,7 @@ import structlog
 from gateway.body import Body, NotAnObject
 from gateway.cards import Card, Cards
 from gateway.decode_client import DecodeClient, DecodeFailed, DecodeStream
-from gateway.eligibility import CHAT_PATH, Unsupported, why_not
+from gateway.eligibility import CHAT_PATH, Unsupported, prompt_characters, why_not
 from gateway.errors import BadRequest, GatewayError, LaneUnavailable, NoSlotInTime
 from gateway.metrics import GatewayMetrics
 from gateway.plan import Plan, make_plan, prefill_body
@@ -172,8 +172,14 @@ class LatencyLane:
         return Prefill(prefill_body(body, plan, claim), body, plan, card, stream, stages, credentials)
 
     async def _tokens(self, body: Body, plan: Plan, card: Card, credentials: Mapping[str, str]) -> int | Unsupported:
-        """Return the tokens a slot must hold. No token is shorter than a byte, so bytes bound the prompt from above."""
+        """Return the tokens a slot must hold.
+
+        No token is shorter than a byte or longer than the vocabulary's longest: that bounds the prompt on both sides, and vLLM
+        is asked only where the bounds do not settle it.
+        """
         answer = plan.max_tokens or 1
+        if prompt_characters(body) // card.longest_token + answer > card.context_tokens:
+            return _NO_SLOT[NoSlot.TOO_LARGE]
         bound = len(body.raw) + self.parts.settings.template_tokens + answer
         if bound > card.context_tokens:
             prompt = await self.parts.upstream.prompt_ids(body, credentials)

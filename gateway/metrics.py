@@ -19,7 +19,7 @@ class GatewayMetrics:
             ["slo_class", "lane", "outcome", "reason"],
             registry=self.registry,
         )
-        self.messages = Counter("anchorleg_ext_proc_streams", "ext_proc calls from Envoy", registry=self.registry)
+        self.calls = Counter("anchorleg_ext_proc_calls", "ext_proc calls from Envoy", registry=self.registry)
         self.stage_seconds = Histogram(
             "anchorleg_stage_seconds",
             "Stages of a latency request: decide, slot (lease), reserve (daemon), prefill (vLLM), handoff (vLLM's answer to KV "

@@ -3,6 +3,7 @@
 Every call carries the client's own credentials: the gateway may do at vLLM only what its client may.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ class Replayed:
 class Upstream:
     """Owns the HTTP client."""
 
-    def __init__(self, url: str, *, token_timeout_s: float) -> None:
+    def __init__(self, url: str, *, token_timeout_s: float, tokenize_timeout_s: float) -> None:
+        self._tokenize_timeout_s = tokenize_timeout_s
         self._client = httpx.AsyncClient(
             base_url=url,
             timeout=httpx.Timeout(token_timeout_s, connect=_CONNECT_S),
@@ -65,13 +67,14 @@ class Upstream:
         """
         content = body.with_members(prompt_fields(), {})
         try:
-            response = await self._client.post("/tokenize", content=content, headers={**_JSON, **credentials})
+            async with asyncio.timeout(self._tokenize_timeout_s):
+                response = await self._client.post("/tokenize", content=content, headers={**_JSON, **credentials})
             if response.status_code >= 500:
                 raise UpstreamUnavailable(f"vLLM's /tokenize answered {response.status_code}")
             if response.status_code != 200:
                 return None
             ids = response.json()["tokens"]
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        except (httpx.HTTPError, TimeoutError, ValueError, KeyError, TypeError) as error:
             raise UpstreamUnavailable(f"vLLM's /tokenize: {error!r}") from error
         return [int(token) for token in ids]
 
