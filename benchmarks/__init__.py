@@ -1,0 +1,1 @@
+"""Benchmarks: each runs everything it compares in one go, prints units, and checks itself against goals.toml."""
