@@ -1,0 +1,51 @@
+"""Everything real: Envoy, valkey, vLLM with the connector, NIXL, a decode daemon and SmolLM2, in float32.
+
+bfloat16 has ties that two runs of one engine break differently; in float32 both lanes must say the same, token for token.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from cli.model import prepare
+from cli.settings import MODEL_NAME, LocalSettings
+from cli.stack import Stack
+from tests.kit.e2e import Lane, quiet
+
+MODEL_DIR = Path(__file__).parents[2] / ".anchorleg" / "models" / MODEL_NAME
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    prepare(MODEL_DIR)
+    return MODEL_DIR
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def session_lane(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lane]:
+    settings = LocalSettings.load(
+        ports="auto",
+        dtype="float32",
+        eager=True,
+        model_dir=model_dir,
+        state_dir=tmp_path_factory.mktemp("stack"),
+        # Small chunks, so that prompts of a few hundred tokens are sent chunk by chunk.
+        vllm_arg=["--max-num-batched-tokens", "512", "--max-num-seqs", "16"],
+    )
+    async with Stack(settings) as stack, httpx.AsyncClient(base_url=stack.base_url, timeout=120.0) as client:
+        lane = Lane(stack, settings, client)
+        await lane.wait_for_slots()
+        # vLLM compiles its sampler with the first request; no test shall wait for that.
+        await asyncio.gather(lane.ask("hello", latency=True, max_tokens=2), lane.ask("hello", latency=False, max_tokens=2))
+        yield lane
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def lane(session_lane: Lane) -> AsyncIterator[Lane]:
+    """The lane; after the test every slot must be free and vLLM must hold no block."""
+    yield session_lane
+    await quiet(session_lane)

@@ -1,0 +1,113 @@
+"""Real parts broken in real ways: nothing is lost, nothing is held."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from cli.programs import find_program
+from leases import LeaseTable, NoSlot
+from tests.kit.e2e import PROMPTS, Lane, quiet, read_stream
+from tests.kit.lane import LATENCY, until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+LONG = "Write a long story about a fox. " + "It runs and runs. " * 150
+
+
+@pytest.mark.parametrize("after", ["at once", "in prefill", "in decode"])
+async def test_clients_that_leave_hold_nothing(lane: Lane, after: str) -> None:
+    body = lane.request(LONG, stream=True, max_tokens=400, ignore_eos=True)
+    for round_ in range(3):
+        body["cache_salt"] = f"{after} {round_}"
+        started = asyncio.Event()
+
+        async def read(started: asyncio.Event = started) -> None:
+            async with lane.client.stream("POST", "/chat/completions", json=body, headers=LATENCY) as response:
+                async for text in response.aiter_text():
+                    if '"content":"' in text:
+                        started.set()
+
+        reading = asyncio.create_task(read())
+        if after == "in prefill":
+
+            async def landing() -> bool:
+                return await lane.state("landing") == 1
+
+            await until(landing, "a slot is landing")
+        elif after == "in decode":
+            await asyncio.wait_for(started.wait(), 60)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    await quiet(lane)
+
+
+async def test_a_daemon_killed_in_mid_stream_costs_no_token(lane: Lane) -> None:
+    prompt = PROMPTS[9]
+    expected = await lane.stream(prompt, latency=False, max_tokens=60)
+    async with SecondDaemon(lane) as process:
+        body = lane.request(prompt, stream=True, max_tokens=60, stream_options={"include_usage": True})
+        received: list[str] = []
+
+        async def read() -> None:
+            async with lane.client.stream("POST", "/chat/completions", json=body, headers=LATENCY) as response:
+                assert response.headers["x-slo-lane"] == "latency"
+                async for text in response.aiter_text():
+                    received.append(text)
+
+        reading = asyncio.create_task(read())
+        await until(lambda: "".join(received).count('"content":"') > 8, "the daemon decodes", 60)
+        os.kill(process.pid, signal.SIGKILL)
+        await reading
+    assert read_stream("".join(received)) == expected
+
+
+class SecondDaemon:
+    """A second daemon, and the first one's slots held by somebody else, so that requests go to the second."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    async def __aenter__(self) -> "asyncio.subprocess.Process":
+        lane = self._lane
+        service = next(s for s in lane.stack.services if s.name == "decode")
+        command = [*find_program(service.command[0]), *service.command[1:]]
+        for flag in ("--decode-port", "--control-port", "--metrics-port"):
+            command[command.index(flag) + 1] = "0"
+        self._table = LeaseTable(command[command.index("--redis-url") + 1])
+        self._model = lane.settings.served_model_name
+        first = next(iter((await self._table.pools())[self._model].nodes))
+        environment = {**os.environ, **service.environment}
+        self._process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=asyncio.subprocess.DEVNULL)
+
+        async def registered() -> bool:
+            return len((await self._table.pools())[self._model].nodes) == 2
+
+        await until(registered, "the second daemon is registered", 60)
+        self._held: list[Any] = []
+        second = next(n.node_id for n in (await self._table.pools())[self._model].nodes if n.node_id != first.node_id)
+        while not isinstance(
+            grant := await self._table.acquire(self._model, 1, os.urandom(8).hex(), 60_000, avoid=[second]), NoSlot
+        ):
+            self._held.append(grant)
+
+        async def known() -> bool:
+            return await lane.pool_free() == 2
+
+        await until(known, "the gateway knows both")
+        return self._process
+
+    async def __aexit__(self, *_: object) -> None:
+        for grant in self._held:
+            await self._table.release(grant.pool, grant.node_id, grant.slot, grant.epoch)
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+        async def gone() -> bool:
+            return len((await self._table.pools())[self._model].nodes) == 1
+
+        await until(gone, "the dead daemon has left the table", 15)
+        await self._table.aclose()
