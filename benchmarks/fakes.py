@@ -1,7 +1,7 @@
 """A scriptable vLLM and a scriptable decode daemon, for what must be measured or broken without a model.
 
 They speak the real protocols: OpenAI over HTTP and the decode stream over gRPC, and the daemon keeps itself in the real lease
-table. A byte is a token here: id 0 to 255 is that byte, id 256 ends an answer.
+table. A byte is a token here: id 0 to 255 is that byte, id 256 ends an answer, and the ids above are stamps.
 """
 
 import asyncio
@@ -25,16 +25,30 @@ from leases import Advertiser, LeasesUnavailable, LeaseTable, Node, SlotView
 MODEL = "fake"
 END = 256
 PROMPT_IDS = tuple(b"the prompt")
+STAMP_TICKS = 1 << 16  # a stamp is the time of sending in ticks, modulo 0.66 s: short enough to be one token
+STAMP_TICK_NS = 10_000
 _MAX_BODY = 256 << 20
 
 
+def stamp_text(ticks: int) -> str:
+    """Return a stamp as it stands in a text."""
+    return f"@{ticks % STAMP_TICKS:04x}"
+
+
+def now_ticks() -> int:
+    """Return the monotonic time in ticks, modulo their number."""
+    return time.monotonic_ns() // STAMP_TICK_NS % STAMP_TICKS
+
+
 def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer whose ids are bytes."""
+    """Return a tokenizer whose ids are bytes, an end, and the stamps."""
     # GPT-2's printable stand-ins for bytes, in the order of the bytes they stand for.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     stand_ins = {byte: chr(byte) for byte in printable}
     stand_ins |= {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in stand_ins)}
-    tokenizer = Tokenizer(models.BPE(vocab={stand_ins[byte]: byte for byte in range(256)}, merges=[]))
+    vocab = {stand_ins[byte]: byte for byte in range(256)} | {"<end>": END}
+    vocab |= {stamp_text(ticks): END + 1 + ticks for ticks in range(STAMP_TICKS)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
@@ -51,6 +65,8 @@ class VllmScript:
     finish_reason: str = "length"
     hand_over: bool = True  # answer a claim as the connector does
     plain_text: str = "plain"  # of a request without a claim, one byte a token
+    plain_stamps: int = 0  # instead of the text: so many stamped chunks
+    plain_interval_s: float = 0.0
     resumed: Sequence[int] = (ord("!"), END)  # what /v1/completions goes on with
 
 
@@ -112,12 +128,12 @@ class FakeVllm:
         asked = json.loads(body)
         claimed = CLAIM_KEY in (asked.get("kv_transfer_params") or {})
         if asked.get("stream"):
-            return await self._plain_stream(request, script.plain_text)
+            return await self._plain_stream(request, script)
         text = chr(script.first_token) if claimed else script.plain_text
         handed = {CLAIM_KEY: {"first_token": script.first_token, "prompt_tail": list(PROMPT_IDS)}}
         return web.json_response(
             {
-                "id": f"chatcmpl-{uuid.uuid4().hex}",
+                "id": f"chatcmpl-{time.monotonic_ns()}",  # an answer tells when it was given
                 "object": "chat.completion",
                 "created": int(time.time()),
                 "model": MODEL,
@@ -139,11 +155,14 @@ class FakeVllm:
             }
         )
 
-    async def _plain_stream(self, request: web.Request, text: str) -> web.StreamResponse:
+    async def _plain_stream(self, request: web.Request, script: VllmScript) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        for character in text:
-            choice = {"index": 0, "delta": {"content": character}, "finish_reason": None}
+        for index in range(script.plain_stamps or len(script.plain_text)):
+            if script.plain_interval_s:
+                await asyncio.sleep(script.plain_interval_s)
+            text = stamp_text(now_ticks()) if script.plain_stamps else script.plain_text[index]
+            choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
             chunk = {
                 "id": "chatcmpl-plain",
                 "object": "chat.completion.chunk",
@@ -151,7 +170,7 @@ class FakeVllm:
                 "model": MODEL,
                 "choices": [choice],
             }
-            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            await response.write(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -192,7 +211,7 @@ class DaemonScript:
     refuse: str | None = None  # answer Failed with this code instead of Reserved
     fail_after: int | None = None  # answer Failed after so many tokens
     hang_after: int | None = None  # say nothing more after so many tokens
-    stamp: bool = False  # send the time of sending as the token ids of a message: see stamped
+    stamp: bool = False  # send stamps instead of the tokens, all but the last
 
 
 @dataclass(slots=True)
@@ -288,7 +307,7 @@ class FakeDaemon:
             last = sent + taken == len(tokens)
             finish = pb.Tokens.STOP if ids[-1] == END else pb.Tokens.LENGTH if last else pb.Tokens.NONE
             if script.stamp and not last:
-                ids = stamp()
+                ids = [END + 1 + now_ticks()]
             await write(pb.DecodeEvent(tokens=pb.Tokens(position=position, ids=ids, finish=finish)))
             sent, position = sent + taken, position + len(ids)
 
@@ -313,14 +332,13 @@ class _FakeDecoder(DecoderServicer):
         await self._daemon.serve(request, context.write)
 
 
-STAMP_TOKENS = 16
+async def serve_vllm(port: int, script: VllmScript) -> None:
+    """Run a fake vLLM that remembers nothing, until cancelled."""
+    async with FakeVllm(script=script, remember=False).running(port):
+        await asyncio.Event().wait()
 
 
-def stamp() -> list[int]:
-    """Return the monotonic time in nanoseconds as 16 hexadecimal byte tokens: one message's text tells when it was sent."""
-    return list(f"{time.monotonic_ns():016x}".encode())
-
-
-def unstamp(text: str) -> int:
-    """Return the time a stamped text was sent, in nanoseconds."""
-    return int(text[-STAMP_TOKENS:], 16)
+async def serve_daemon(redis_url: str, script: DaemonScript, *, slots: int, context_tokens: int) -> None:
+    """Run a fake daemon that remembers nothing, until cancelled."""
+    async with FakeDaemon(script=script, slots=slots, context_tokens=context_tokens, remember=False).running(redis_url):
+        await asyncio.Event().wait()

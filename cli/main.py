@@ -46,9 +46,11 @@ def extproc(context: typer.Context) -> None:
     from gateway.settings import GatewaySettings
 
     def action(settings: "GatewaySettings") -> None:
+        import uvloop
+
         from extproc.server import serve
 
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
 
     _run(GatewaySettings, action, context)
 
@@ -59,9 +61,11 @@ def decode(context: typer.Context) -> None:
     from decode_daemon.settings import DaemonSettings
 
     def action(settings: "DaemonSettings") -> None:
+        import uvloop
+
         from decode_daemon.daemon import serve
 
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
 
     _run(DaemonSettings, action, context)
 
