@@ -17,10 +17,13 @@ _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 def read_headers(headers: HeaderMap) -> dict[str, str]:
-    """Return headers by lower-case name; several values of one name are joined by commas, as HTTP joins them."""
+    """Return headers by lower-case name; several values of one name are joined by commas, as HTTP joins them.
+
+    Values are read as latin-1, so that any bytes can be had back.
+    """
     read: dict[str, str] = {}
     for header in headers.headers:
-        value = header.raw_value.decode("utf-8", "replace") or header.value
+        value = header.raw_value.decode("latin-1") or header.value
         read[header.key] = f"{read[header.key]},{value}" if header.key in read else value
     return read
 
@@ -60,7 +63,8 @@ def immediate(error: GatewayError, metadata: Mapping[str, str | bool]) -> pb.Pro
             headers=pb.HeaderMutation(set_headers=_options(headers)),
             body=error.body(),
             details=f"anchorleg_{error.code}",
-        )
+        ),
+        dynamic_metadata=_metadata(metadata),
     )
 
 
@@ -75,8 +79,10 @@ def response_headers(headers: Mapping[str, str], status: int | None = None) -> p
     return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation)))
 
 
-def headers_passed() -> pb.ProcessingResponse:
+def headers_passed(*, rewritten: bool) -> pb.ProcessingResponse:
     """Answer response headers of an answer that goes to the client as it is."""
+    if not rewritten:
+        return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
     mutation = pb.HeaderMutation(set_headers=_options({ANSWERED_HEADER: "1"}))
     return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation)))
 

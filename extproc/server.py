@@ -1,6 +1,5 @@
 """The ext_proc process: gRPC server, the lane's parts, metrics, and a graceful stop."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -72,8 +71,6 @@ class ExtProcService:
         self._lane.parts.metrics.calls.inc()
         try:
             return await ExtProcStream(self._lane, _GrpcWire(context)).run()
-        except asyncio.CancelledError:
-            raise
         except ProtocolError as error:
             log.error("ext_proc protocol", error=str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -112,6 +109,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
                 settings.upstream_url,
                 token_timeout_s=settings.resume_timeout_s,
                 tokenize_timeout_s=settings.tokenize_timeout_s,
+                generation_timeout_s=settings.generation_timeout_s,
             )
         )
         cards = Cards(client, _CARD_TIMEOUT_S)
@@ -144,3 +142,4 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         finally:
             lane.draining = True
             await server.stop(settings.drain_timeout_s)
+            await lane.settle()

@@ -41,9 +41,6 @@ class Body:
             raise NotAnObject(str(error)) from error
         self.raw = raw
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._members
-
     def get(self, key: str) -> Any:
         """Return a member's value; None where it is absent, as for null."""
         member = self._members.get(key)

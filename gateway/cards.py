@@ -68,7 +68,10 @@ class Cards:
         message = await self._client.describe(endpoint, self._timeout_s)
         if message.fingerprint != fingerprint:
             raise DecodeFailed("wrong_card", f"{endpoint} has card {message.fingerprint}, {fingerprint} was announced")
-        card = await asyncio.to_thread(read_card, message)
+        try:
+            card = await asyncio.to_thread(read_card, message)
+        except Exception as error:  # tokenizers raises no narrower one
+            raise DecodeFailed("bad_card", f"the card of {endpoint} cannot be read: {error}") from error
         self._cards[fingerprint] = card
         return card
 

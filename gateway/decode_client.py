@@ -20,6 +20,7 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
+_LONGEST_STREAM_S = 3600.0
 
 
 class DecodeFailed(Exception):  # noqa: N818 - an outcome the lane acts on
@@ -35,6 +36,7 @@ class DecodeClient:
 
     def __init__(self) -> None:
         self._channels: dict[str, tuple[grpc.aio.Channel, DecoderAsyncStub]] = {}
+        self._closing: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -45,8 +47,11 @@ class DecodeClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close every channel."""
-        for channel, _ in self._channels.values():
+        """Close every channel, with the streams that still run."""
+        channels = [*(channel for channel, _ in self._channels.values()), *self._closing.values()]
+        for task in self._closing:
+            task.cancel()
+        for channel in channels:
             await channel.close(None)
         self._channels.clear()
 
@@ -70,12 +75,14 @@ class DecodeClient:
             raise
         return stream
 
-    async def forget(self, endpoints: set[str]) -> None:
-        """Close the channels of daemons that are not among these."""
+    def forget_all_but(self, endpoints: set[str]) -> None:
+        """Close the channels of all other daemons; running streams go on to their end."""
         for endpoint in self._channels.keys() - endpoints:
             channel, _ = self._channels.pop(endpoint)
-            # Running streams go on to their end.
-            asyncio.get_running_loop().create_task(channel.close(3600.0))
+            # Held: the event loop itself keeps no task alive.
+            task = asyncio.create_task(channel.close(_LONGEST_STREAM_S))
+            self._closing[task] = channel
+            task.add_done_callback(self._closing.pop)
 
     def _stub(self, endpoint: str) -> "DecoderAsyncStub":
         known = self._channels.get(endpoint)

@@ -14,7 +14,7 @@ from gateway.body import Body
 CHAT_PATH = "/v1/chat/completions"
 
 _INT64 = 2**63
-_MAX_STOPS = 64
+_MAX_STOPS = 4  # vLLM's own default limit (VLLM_MAX_STOP_STRINGS): it answers more of them with 400
 
 
 class Leg(Enum):
@@ -45,6 +45,10 @@ class Unsupported:
 
 def _anything(_: Any) -> bool:
     return True
+
+
+def _nothing(_: Any) -> bool:
+    return False
 
 
 def _is_bool(value: Any) -> bool:
@@ -122,7 +126,7 @@ CHAT_FIELDS: dict[str, Row] = {
     "logit_bias": Row(Leg.NEITHER, _only({})),
     "stop_token_ids": Row(Leg.NEITHER, _only([])),
     "bad_words": Row(Leg.NEITHER, _only([])),
-    "tools": Row(Leg.NEITHER, _only([])),
+    "tools": Row(Leg.NEITHER, _nothing),
     "tool_choice": Row(Leg.NEITHER, _only("none")),
     "parallel_tool_calls": Row(Leg.NEITHER, _is_bool),
     "response_format": Row(Leg.NEITHER, _only({"type": "text"})),
@@ -135,7 +139,7 @@ CHAT_FIELDS: dict[str, Row] = {
 }
 
 # Dropping a field whose only admitted values have no effect could still change a prompt: these are templates' business.
-_PASSED_THOUGH_NEITHER = frozenset({"tool_choice", "parallel_tool_calls", "tools"})
+_PASSED_THROUGH = frozenset({"tool_choice", "parallel_tool_calls", "response_format"})
 
 
 def why_not(body: Body) -> Unsupported | None:
@@ -164,7 +168,7 @@ def prompt_characters(body: Body) -> int:
 
 def prefill_fields() -> list[str]:
     """Fields whose bytes go to vLLM as they came."""
-    return [key for key, row in CHAT_FIELDS.items() if row.leg is Leg.PREFILL or key in _PASSED_THOUGH_NEITHER]
+    return [key for key, row in CHAT_FIELDS.items() if row.leg is Leg.PREFILL or key in _PASSED_THROUGH]
 
 
 def prompt_fields() -> list[str]:

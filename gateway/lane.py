@@ -1,8 +1,9 @@
 """The lane's request phase: decide, lease, reserve, rewrite. Whatever it cannot do, plain vLLM does, with a counted reason."""
 
+import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
 import structlog
@@ -17,7 +18,7 @@ from gateway.plan import Plan, make_plan, prefill_body
 from gateway.pools import Pools
 from gateway.settings import GatewaySettings
 from gateway.slo import SloClass, Wish
-from gateway.upstream import Upstream, UpstreamUnavailable
+from gateway.upstream import Credentials, Upstream, UpstreamUnavailable
 from handoff import decode_pb2 as pb
 from handoff.claim import Claim, ClaimKeys, SignedClaim, new_handoff_id
 from leases import Grant, LeasesUnavailable, LeaseTable, NoSlot
@@ -26,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 _ATTEMPTS = 2  # daemons asked before plain vLLM is taken
 _RETRY_AFTER_S = 1
+_UNAVAILABLE = frozenset({"no_daemon", "no_card", "leases_unavailable", "prompt_not_counted", "daemon_unavailable", "draining"})
 
 _NO_SLOT = {
     NoSlot.UNKNOWN_POOL: Unsupported("no_daemon", "no decode daemon serves this model"),
@@ -78,7 +80,7 @@ class Prefill:
     card: Card
     stream: DecodeStream
     stages: Stages
-    credentials: Mapping[str, str]
+    credentials: Credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,9 @@ class LatencyLane:
     def __init__(self, parts: LaneParts) -> None:
         self.parts = parts
         self.draining = False
+        self._undoing: set[asyncio.Task[None]] = set()
 
-    def early(self, wish: Wish, method: str, path: str) -> Plain | Refusal | None:
+    def early(self, wish: Wish, method: str, path: str, *, has_body: bool) -> Plain | Refusal | None:
         """Decide by headers alone where that is enough, so that the body need not be looked at."""
         if wish.slo_class is SloClass.UNKNOWN:
             return self._not_served(
@@ -114,9 +117,9 @@ class LatencyLane:
             return self._not_served(wish, Unsupported("unsupported_path", f"the latency lane serves POST {CHAT_PATH} only"))
         if self.draining:
             return self._not_served(wish, Unsupported("draining", "this gateway is shutting down"))
-        return None
+        return None if has_body else Plain("no_body")  # vLLM says what is missing
 
-    async def decide(self, wish: Wish, raw: bytes, credentials: Mapping[str, str]) -> Plain | Refusal | Prefill:
+    async def decide(self, wish: Wish, raw: bytes, credentials: Credentials) -> Plain | Refusal | Prefill:
         """Decide on a chat completion. A Prefill holds a reserved slot: its stream must be read to its end or cancelled."""
         stages = Stages()
         try:
@@ -135,6 +138,11 @@ class LatencyLane:
             return self._not_served(wish, outcome)
         return outcome
 
+    async def settle(self) -> None:
+        """Wait until the leases of requests that ended are given back."""
+        while self._undoing:
+            await asyncio.wait(set(self._undoing))
+
     def count(self, wish: Wish, lane: str, outcome: str, reason: str) -> None:
         """Count a request once, when it is known how it was served."""
         self.parts.metrics.requests.labels(wish.slo_class, lane, outcome, reason).inc()
@@ -148,7 +156,7 @@ class LatencyLane:
             return Refusal(why.reason, LaneUnavailable(why.detail, code=why.reason, retry_after_s=_RETRY_AFTER_S))
         return Refusal(why.reason, BadRequest(f"{why.detail} (x-slo-fallback is deny)", code=why.reason, param=why.param))
 
-    async def _prepare(self, body: Body, stages: Stages, credentials: Mapping[str, str]) -> Prefill | Unsupported:
+    async def _prepare(self, body: Body, stages: Stages, credentials: Credentials) -> Prefill | Unsupported:
         unsupported = why_not(body)
         if unsupported is not None:
             return unsupported
@@ -171,7 +179,7 @@ class LatencyLane:
         claim, stream = claimed
         return Prefill(prefill_body(body, plan, claim), body, plan, card, stream, stages, credentials)
 
-    async def _tokens(self, body: Body, plan: Plan, card: Card, credentials: Mapping[str, str]) -> int | Unsupported:
+    async def _tokens(self, body: Body, plan: Plan, card: Card, credentials: Credentials) -> int | Unsupported:
         """Return the tokens a slot must hold.
 
         No token is shorter than a byte or longer than the vocabulary's longest: that bounds the prompt on both sides, and vLLM
@@ -195,9 +203,7 @@ class LatencyLane:
     ) -> tuple[SignedClaim, DecodeStream] | Unsupported:
         avoid: list[str] = []
         for _ in range(_ATTEMPTS):
-            grant = await self.parts.table.acquire(
-                plan.model, tokens, uuid.uuid4().hex, self.parts.settings.lease_ms, avoid=avoid
-            )
+            grant = await self._acquire(plan.model, tokens, avoid)
             stages.mark("slot")
             if isinstance(grant, NoSlot):
                 return _NO_SLOT[grant] if not avoid else Unsupported("daemon_unavailable", "no decode daemon took the request")
@@ -208,6 +214,16 @@ class LatencyLane:
                 return claim, stream
             avoid.append(grant.node_id)
         return Unsupported("daemon_unavailable", "no decode daemon took the request")
+
+    async def _acquire(self, model: str, tokens: int, avoid: list[str]) -> Grant | NoSlot:
+        acquiring = asyncio.create_task(
+            self.parts.table.acquire(model, tokens, uuid.uuid4().hex, self.parts.settings.lease_ms, avoid=avoid)
+        )
+        try:
+            return await asyncio.shield(acquiring)
+        except asyncio.CancelledError:
+            self._undo(self._give_back_acquired(acquiring))
+            raise
 
     async def _open(self, grant: Grant, plan: Plan, card: Card, claim: SignedClaim) -> DecodeStream | None:
         """Reserve the granted slot; None, the lease given back, when the daemon does not."""
@@ -225,7 +241,22 @@ class LatencyLane:
             return None
         finally:
             if not reserved:
-                await self._give_back(grant)
+                # Shielded: this request may be cancelled, and cancelled again.
+                await asyncio.shield(self._undo(self._give_back(grant)))
+
+    def _undo(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._undoing.add(task)
+        task.add_done_callback(self._undoing.discard)
+        return task
+
+    async def _give_back_acquired(self, acquiring: asyncio.Task[Grant | NoSlot]) -> None:
+        try:
+            grant = await acquiring
+        except LeasesUnavailable:
+            return  # what was leased all the same runs out by itself
+        if isinstance(grant, Grant):
+            await self._give_back(grant)
 
     async def _give_back(self, grant: Grant) -> None:
         try:
@@ -244,9 +275,6 @@ class LatencyLane:
                 expires=int(time.time()) + self.parts.settings.claim_lifetime_s,
             )
         )
-
-
-_UNAVAILABLE = frozenset({"no_daemon", "no_card", "leases_unavailable", "prompt_not_counted", "daemon_unavailable", "draining"})
 
 
 def _decode_request(claim: Claim, plan: Plan, card: Card) -> pb.DecodeRequest:

@@ -31,6 +31,7 @@ class Plan:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    cache_salt: str | None
 
 
 def make_plan(body: Body, card: Card) -> Plan | Unsupported:
@@ -56,6 +57,7 @@ def make_plan(body: Body, card: Card) -> Plan | Unsupported:
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stream=bool(body.get("stream")),
         include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        cache_salt=body.get("cache_salt"),
     )
 
 

@@ -45,7 +45,11 @@ class Pools:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_PERIOD_S)
-            await self._refresh()
+            try:
+                await self._refresh()
+            except Exception:
+                # Such as a record written by a later version: the last view stands, and the next reading may do better.
+                log.exception("pools not read")
 
     async def _refresh(self) -> None:
         try:
@@ -63,9 +67,13 @@ class Pools:
             self._metrics.pool_slots.labels(model, "free").set(view.free_slots)
             self._metrics.pool_slots.labels(model, "leased").set(view.total_slots - view.free_slots)
         nodes = [node for view in views.values() for node in view.nodes]
-        await self._client.forget({node.decode_endpoint for node in nodes})
-        for card, endpoint in {node.card: node.decode_endpoint for node in nodes}.items():
-            try:
-                await self._cards.fetch(card, endpoint)
-            except DecodeFailed as error:
-                log.warning("card unavailable", card=card, error=str(error))
+        self._client.forget_all_but({node.decode_endpoint for node in nodes})
+        # Side by side: a daemon that hangs must not keep the others' cards away.
+        endpoints = {node.card: node.decode_endpoint for node in nodes}
+        await asyncio.gather(*(self._fetch(card, endpoint) for card, endpoint in endpoints.items()))
+
+    async def _fetch(self, card: str, endpoint: str) -> None:
+        try:
+            await self._cards.fetch(card, endpoint)
+        except DecodeFailed as error:
+            log.warning("card unavailable", card=card, error=str(error))

@@ -16,6 +16,7 @@ class PrefillAnswer:
     id: str
     created: int
     model: str
+    role: str
     system_fingerprint: str | None
     prompt_tokens: int
     usage: dict[str, Any]
@@ -76,19 +77,22 @@ class StreamWriter:
     def begin(self) -> bytes:
         """Return the role chunk."""
         return (
-            f'data: {self._head},"choices":[{{"index":0,"delta":{{"role":"assistant","content":""}},'
+            f'data: {self._head},"choices":[{{"index":0,"delta":{{"role":{_compact(self._prefill.role)},"content":""}},'
             '"logprobs":null,"finish_reason":null}],"prompt_token_ids":null}\n\n'
         ).encode()
 
     def write(self, ids: Sequence[int], finish: str | None) -> bytes:
         """Return the chunk for a batch of tokens."""
-        text = json.dumps(self._state.feed(ids, finish), ensure_ascii=False)
+        text = _compact(self._state.feed(ids, finish))
         if self._state.finish_reason is None:
             return (self._before + text + self._after).encode()
-        ending = json.dumps(self._state.finish_reason)
-        stop = json.dumps(self._state.stop_reason, ensure_ascii=False)
+        ending, stop = _compact(self._state.finish_reason), _compact(self._state.stop_reason)
+        fingerprint = self._prefill.system_fingerprint
+        # Where a usage chunk follows, that one is the last and carries the fingerprint, as in vLLM.
+        stamp = "" if fingerprint is None or self._include_usage else f',"system_fingerprint":{_compact(fingerprint)}'
         return (
-            f'{self._before}{text}}},"logprobs":null,"finish_reason":{ending},"stop_reason":{stop},"token_ids":null}}]}}\n\n'
+            f'{self._before}{text}}},"logprobs":null,"finish_reason":{ending},"stop_reason":{stop},"token_ids":null}}]'
+            f"{stamp}}}\n\n"
         ).encode()
 
     def end(self) -> bytes:
@@ -102,9 +106,9 @@ class StreamWriter:
     def _usage_chunk(self) -> bytes:
         if not self._include_usage:
             return b""
-        usage = {key: value for key, value in self._state.usage(self._prefill).items() if value is not None}
-        tail: dict[str, Any] = {"choices": [], "usage": usage, "system_fingerprint": self._prefill.system_fingerprint}
-        return f"data: {self._head},{_compact(tail)[1:]}\n\n".encode()
+        usage, fingerprint = self._state.usage(self._prefill), self._prefill.system_fingerprint
+        tail: dict[str, Any] = {"choices": [], "usage": _without_nulls(usage), "system_fingerprint": fingerprint}
+        return f"data: {self._head},{_compact(_without_nulls(tail))[1:]}\n\n".encode()
 
 
 class JsonWriter:
@@ -142,18 +146,29 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
         usage = raw["usage"]
         if not isinstance(choice["message"], dict) or len(raw["choices"]) != 1:
             raise ValueError("not one choice with a message")
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise ValueError(f"prefill ended with finish_reason {choice['finish_reason']!r}")
         return PrefillAnswer(
             id=str(raw["id"]),
             created=int(raw["created"]),
             model=str(raw["model"]),
+            role=str(choice["message"]["role"]),
             system_fingerprint=raw.get("system_fingerprint"),
             prompt_tokens=int(usage["prompt_tokens"]),
             usage=usage,
-            finished=choice["finish_reason"] != "length",
+            finished=choice["finish_reason"] == "stop",
             raw=raw,
         )
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"vLLM's answer is no chat completion: {error!r}") from error
+
+
+def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_nulls(member) if isinstance(member, dict) else member
+        for key, member in value.items()
+        if member is not None
+    }
 
 
 def _compact(value: Any) -> str:

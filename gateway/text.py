@@ -44,7 +44,6 @@ class Detokenizer:
                 return Piece(shown + self._tail[:start], stop, count)
             keep = len(self._tail) - self._hold
             if keep > 0:
-                # One character more than could begin a stop string is kept for the search of the next token.
                 shown += self._tail[:keep]
                 self._tail = self._tail[keep:]
         return Piece(shown, tokens=len(ids))
@@ -55,13 +54,17 @@ class Detokenizer:
         return tail
 
     def _match(self, new: int) -> tuple[int, str] | None:
-        """Find the first stop string (in the request's order) that the last `new` characters complete."""
+        """Find the stop string that is complete first among those the last `new` characters complete: its start, and it.
+
+        Ties go to the request's order, as in vLLM (v1/engine/detokenizer.py, check_stop_strings).
+        """
+        found: tuple[int, str] | None = None
         for stop in self._stop:
-            # As in vLLM: it may begin up to its own length less one before the new text.
+            # It may begin up to its own length less one before the new text.
             start = self._tail.find(stop, max(0, len(self._tail) - new - len(stop) + 1))
-            if start >= 0:
-                return start, stop
-        return None
+            if start >= 0 and (found is None or start + len(stop) < found[0] + len(found[1])):
+                found = start, stop
+        return found
 
     def _decode(self, token: int) -> str:
         try:
