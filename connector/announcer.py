@@ -21,14 +21,17 @@ class Announcer:
 
     def connect(self, claim: Claim) -> None:
         """Open the socket ahead of the message that will need it; idempotent."""
-        self._socket(claim)
+        try:
+            self._socket(claim)
+        except zmq.ZMQError as error:
+            logger.warning("daemon %s:%d cannot be addressed: %s", claim.host, claim.port, error)
 
     def send(self, claim: Claim, message: Final | Abort) -> None:
         """Queue a message; a daemon that is away loses it (its own deadline covers that) and delays nobody."""
         try:
             self._socket(claim).send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            logger.warning("daemon %s:%d takes no messages; handoff %s is lost", claim.host, claim.port, claim.handoff_id)
+        except zmq.ZMQError as error:
+            logger.warning("handoff %s: daemon %s:%d takes no messages: %s", claim.handoff_id, claim.host, claim.port, error)
 
     def close(self) -> None:
         """Drop unsent messages and release the sockets."""
@@ -47,6 +50,10 @@ class Announcer:
             socket.setsockopt(zmq.SNDHWM, 1000)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, 1)
-            socket.connect(f"tcp://{claim.host}:{claim.port}")
+            try:
+                socket.connect(f"tcp://{claim.host}:{claim.port}")
+            except zmq.ZMQError:
+                socket.close()
+                raise
             self._sockets[address] = socket
         return socket

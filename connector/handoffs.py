@@ -1,6 +1,7 @@
 """One request's way from vLLM's blocks to a landing region: a small state machine without sockets."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from handoff.claim import SignedClaim
@@ -43,6 +44,7 @@ class Outgoing:
     failure: str | None = None
     cancelled: bool = False  # by the daemon
     abandoned: bool = False  # a write may still be in flight: the daemon must not be told otherwise
+    doubtful: bool = False  # the daemon did not answer, or a write to it failed
 
     @property
     def handoff_id(self) -> str:
@@ -65,24 +67,22 @@ class Outgoing:
             return
         self.address, self.length, self.peer, self.deadline = address, length, peer, None
 
-    def withdraw(self, reason: str, *, cancelled: bool = False) -> None:
+    def withdraw(self, reason: str, *, cancelled: bool = False, doubtful: bool = False) -> None:
         """Post nothing more; transfers in flight run out. The first reason is kept."""
+        self.doubtful = self.doubtful or doubtful
         if not self.ended:
             self.ended = True
             self.failure = reason
             self.cancelled = cancelled
             self.pending.clear()
 
-    def abandon(self) -> None:
-        """Give up on transfers that do not end."""
-        self.deadline = None
-        for transfer in self.transfers:
+    def abandon(self, transfers: Sequence[Transfer]) -> None:
+        """Give up on transfers that failed or do not end; some of their bytes may still be on their way."""
+        for transfer in transfers:
             self.abandoned = True
-            try:
+            self.transfers.remove(transfer)
+            with suppress(TransportError):  # it stays in flight; `abandoned` says so
                 transfer.close()
-            except TransportError:
-                continue  # it stays in flight; `abandoned` says so
-        self.transfers.clear()
 
     def count(self, pending: Pending, pieces: Sequence[Piece]) -> None:
         """Account for a posted chunk."""

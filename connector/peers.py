@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
 import zmq
 
@@ -30,6 +31,7 @@ from handoff.transport import Peer, Transport, TransportError
 logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
+_LINGER_MS = 1000  # for the last message to get out
 _MAX_HELLOS = 2  # per handoff: a daemon that restarted asks for one more
 
 
@@ -39,7 +41,8 @@ class Link:
 
     socket: "zmq.Socket[bytes]"
     peer: Peer | None = None
-    greeted: bool = False
+    greeted: bool = False  # Hello has been said
+    welcome: bool = False  # and Welcome has come back: Begin may be said
     waiting: list[Outgoing] = field(default_factory=list)  # to begin when the daemon says Welcome
 
 
@@ -59,13 +62,18 @@ class Peers:
         self._identity = identity
         self._links: dict[Address, Link] = {}
         self._polled: set[zmq.Socket[bytes]] = set()
+        self._sockets_opened = count()
 
     def begin(self, outgoing: Outgoing) -> None:
         """Ask for a landing region, after the handshake where there has been none."""
         link = self._links.get(outgoing.peer_address)
         if link is None:
-            link = self._links[outgoing.peer_address] = Link(self._open(outgoing.peer_address))
-        if link.peer is not None:
+            try:
+                link = self._links[outgoing.peer_address] = Link(self._open(outgoing.peer_address))
+            except zmq.ZMQError as error:
+                outgoing.withdraw(f"the daemon cannot be addressed: {error}")
+                return
+        if link.welcome:
             self._send(link, Begin(outgoing.claim, outgoing.prompt_tokens))
             return
         link.waiting.append(outgoing)
@@ -100,25 +108,38 @@ class Peers:
             except MessageError as error:
                 logger.warning("daemon %s:%d sent no message of ours: %s", *address, error)
 
-    def drop(self, address: Address) -> None:
-        """Forget a daemon whose transport failed: the next handoff starts with a new handshake."""
-        link = self._links.pop(address, None)
-        if link is not None:
-            self._forget_peer(link)
-            link.socket.close(linger=1000)
+    def distrust(self, address: Address, *, needed: bool) -> None:
+        """The daemon did not answer, or a write to it failed: the next handoff starts with a new handshake.
+
+        The socket stays for as long as it is `needed` by another handoff, whose answer may be on its way.
+        """
+        link = self._links.get(address)
+        if link is None:
+            return
+        self._forget_peer(link)
+        link.greeted = link.welcome = False
+        link.waiting = [outgoing for outgoing in link.waiting if not outgoing.ended]
+        if not needed:
+            del self._links[address]
+            link.socket.close(linger=_LINGER_MS)
 
     def close(self) -> None:
         """Close every socket."""
         for address in list(self._links):
-            self.drop(address)
+            self.distrust(address, needed=False)
 
     def _open(self, address: Address) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, self._identity)
-        socket.setsockopt(zmq.LINGER, 1000)
+        # A name of its own: the daemon's answers would go to the socket before this one while that one lingers.
+        socket.setsockopt(zmq.IDENTITY, b"%s-%d" % (self._identity, next(self._sockets_opened)))
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.IPV6, 1)
-        socket.connect(f"tcp://{address[0]}:{address[1]}")
+        try:
+            socket.connect(f"tcp://{address[0]}:{address[1]}")
+        except zmq.ZMQError:
+            socket.close()
+            raise
         return socket
 
     def _greet(self, link: Link) -> None:
@@ -152,11 +173,13 @@ class Peers:
             self._fail_waiting(link, f"the daemon speaks protocol {message.protocol}, this connector {PROTOCOL_VERSION}")
             return
         try:
-            self._forget_peer(link)
-            link.peer = self._transport.connect(message.agent)
+            peer = self._transport.connect(message.agent)
         except TransportError as error:
             self._fail_waiting(link, str(error))
             return
+        if peer != link.peer:  # the same one has new memory; handoffs under way to its other memory go on
+            self._forget_peer(link)
+        link.peer, link.welcome = peer, True
         waiting, link.waiting = link.waiting, []
         for outgoing in waiting:
             if not outgoing.ended:
@@ -170,8 +193,8 @@ class Peers:
             outgoing.withdraw(f"cancelled by the daemon: {message.reason}", cancelled=True)
         elif message.hello and outgoing.hellos < _MAX_HELLOS:
             outgoing.hellos += 1
-            self._forget_peer(link)
-            link.greeted = False
+            if link.welcome:  # otherwise another handoff's rejection has led to a Hello already
+                link.greeted = link.welcome = False
             link.waiting.append(outgoing)
             self._greet(link)
         else:

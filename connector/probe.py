@@ -103,7 +103,8 @@ def _digits(steps: list[int], what: str) -> tuple[Digit, ...]:
     while len(steps) > 1:
         stride = steps[1]
         size = next((i for i, step in enumerate(steps) if step != i * stride), len(steps))
-        if len(steps) % size:
+        regular = all(step == steps[i - i % size] + i % size * stride for i, step in enumerate(steps))
+        if len(steps) % size or not regular:
             raise LayoutError(f"a block's {what} is not a strided one")
         digits.append(Digit(size, stride))
         steps = steps[::size]

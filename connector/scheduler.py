@@ -60,8 +60,14 @@ class SchedulerSide:
             self._refused.add(request.request_id)
             logger.warning("request %s: %s; it is served as an ordinary request", request.request_id, error)
             return
-        self._tracked[request.request_id] = Tracked(signed, request.num_prompt_tokens)
         self._announcer.connect(signed.claim)
+        reason = _why_not_here(request)
+        if reason is not None:
+            self._refused.add(request.request_id)
+            logger.warning("handoff %s: %s; it is served as an ordinary request", signed.claim.handoff_id, reason)
+            self._announcer.send(signed.claim, Abort(signed, reason))
+            return
+        self._tracked[request.request_id] = Tracked(signed, request.num_prompt_tokens)
 
     def build(self, output: "SchedulerOutput") -> HandoffMetadata:
         """Return this step's openings and chunks, and what was withdrawn since the last step."""
@@ -159,6 +165,15 @@ class SchedulerSide:
         self._announcer.send(tracked.claim.claim, Abort(tracked.claim, reason))
         if tracked.opened:
             told.append(request_id)
+
+
+def _why_not_here(request: "Request") -> str | None:
+    """Say why a request's KV is not that of the daemon's model for its token ids; None if it is."""
+    if request.lora_request is not None:
+        return "computed with a LoRA adapter"
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "computed from embeddings"
+    return None
 
 
 def _why_unusable(request: "Request", tracked: Tracked, block_tokens: int) -> str | None:

@@ -64,6 +64,7 @@ class Sender:
         limits: SenderLimits,
         counters: Counters,
     ) -> None:
+        transport.register(memory.layers)
         self._transport = transport
         self._memory = memory
         self._limits = limits
@@ -76,8 +77,8 @@ class Sender:
         self._quiet = threading.Condition()  # guards _settled; notified when a handoff becomes quiescent
         self._settled: set[str] = set()
         self._stop = False
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="anchorleg-sender", daemon=True)
-        transport.register(memory.layers)
         self._thread.start()
 
     # Called from the engine's thread.
@@ -106,6 +107,8 @@ class Sender:
 
     def settled(self, request_ids: set[str]) -> set[str]:
         """Return those of the ids of which no write is or will be in flight."""
+        if not self._thread.is_alive():
+            return set(request_ids)
         with self._quiet:
             return request_ids & self._settled
 
@@ -121,15 +124,18 @@ class Sender:
 
     def close(self) -> None:
         """Stop the thread and release transport and sockets; idempotent."""
-        if self._thread.is_alive():
-            self._tell(self._request_stop)
-            self._thread.join(timeout=5.0)
+        self._tell(self._request_stop)
+        self._thread.join(timeout=5.0)
+        if not self._closed and not self._thread.is_alive():
+            self._closed = True
+            os.close(self._wake)
 
     # Called in the thread.
 
     def _tell(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
-        os.eventfd_write(self._wake, 1)
+        if not self._closed:
+            self._commands.put(command)
+            os.eventfd_write(self._wake, 1)
 
     def _request_stop(self) -> None:
         self._stop = True
@@ -151,12 +157,11 @@ class Sender:
                     if socket in events:
                         self._guard(lambda socket=socket: self._peers.receive(socket, self._outgoing))  # type: ignore[misc]
                 for outgoing in list(self._outgoing.values()):
-                    self._advance(outgoing)
+                    self._guard(lambda outgoing=outgoing: self._advance(outgoing))  # type: ignore[misc]
         finally:
             self._peers.close()
             self._transport.close()
             self._context.term()
-            os.close(self._wake)
 
     def _idle_ms(self) -> int:
         deadlines = [outgoing.deadline for outgoing in self._outgoing.values() if outgoing.deadline is not None]
@@ -192,14 +197,15 @@ class Sender:
             self._post(outgoing)
             self._reap(outgoing)
         except TransportError as error:
-            outgoing.withdraw(str(error))
-            self._peers.drop(outgoing.peer_address)
+            outgoing.withdraw(str(error), doubtful=True)
         except Exception as error:
             logger.exception("handoff %s", outgoing.handoff_id)
             outgoing.withdraw(f"internal error: {error}")
         if outgoing.deadline is not None and time.monotonic() > outgoing.deadline:
-            outgoing.withdraw("the daemon did not answer in time" if outgoing.address is None else "a write took too long")
-            outgoing.abandon()
+            reason = "the daemon did not answer in time" if outgoing.address is None else "a write took too long"
+            outgoing.withdraw(reason, doubtful=True)
+            outgoing.deadline = None
+            outgoing.abandon(list(outgoing.transfers))
         if outgoing.ended and not outgoing.transfers:
             self._settle(outgoing)
 
@@ -209,13 +215,22 @@ class Sender:
             pending = outgoing.pending.pop(0)
             pieces = outgoing.pieces(pending, self._memory.layers, self._memory.block_bytes)
             outgoing.started = outgoing.started or time.monotonic()
-            outgoing.transfers.append(self._transport.write(peer, pieces, self._memory.layers[0]))
+            try:
+                outgoing.transfers.append(self._transport.write(peer, pieces, self._memory.layers[0]))
+            except TransportError:
+                outgoing.abandoned = True  # some pieces may have been posted before the one that failed
+                raise
             outgoing.deadline = time.monotonic() + self._limits.write
             outgoing.count(pending, pieces)
 
     def _reap(self, outgoing: Outgoing) -> None:
         for transfer in list(outgoing.transfers):
-            if transfer.poll() is Progress.DONE:
+            try:
+                done = transfer.poll() is Progress.DONE
+            except TransportError:
+                outgoing.abandon([transfer])
+                raise
+            if done:
                 outgoing.transfers.remove(transfer)
                 transfer.close()
         if not outgoing.transfers and outgoing.address is not None and not outgoing.ended:
@@ -225,21 +240,29 @@ class Sender:
 
     def _settle(self, outgoing: Outgoing) -> None:
         del self._outgoing[outgoing.request_id]
+        try:
+            self._say_last(outgoing)
+        finally:
+            with self._quiet:
+                self._settled.add(outgoing.request_id)
+                self._quiet.notify_all()
+        if outgoing.doubtful:
+            address = outgoing.peer_address
+            self._peers.distrust(address, needed=any(other.peer_address == address for other in self._outgoing.values()))
+
+    def _say_last(self, outgoing: Outgoing) -> None:
         claim = outgoing.claim.claim
         if outgoing.failure is None:
             sent = Sent(claim.handoff_id, claim.epoch, outgoing.prompt_tokens, outgoing.blocks, outgoing.bytes)
             self._peers.send(outgoing, sent)
             self._counters.sent(outgoing.bytes, time.monotonic() - (outgoing.started or time.monotonic()))
-        elif outgoing.cancelled:
-            self._peers.send(outgoing, Stopped(claim.handoff_id, claim.epoch))
+        elif not outgoing.cancelled:
+            self._peers.send(outgoing, Abort(outgoing.claim, outgoing.failure, writing=outgoing.abandoned))
         elif not outgoing.abandoned:
-            self._peers.send(outgoing, Abort(outgoing.claim, outgoing.failure))
+            self._peers.send(outgoing, Stopped(claim.handoff_id, claim.epoch))
         if outgoing.failure is not None:
             logger.warning("handoff %s: %s", claim.handoff_id, outgoing.failure)
             self._counters.failed("cancelled" if outgoing.cancelled else "failed")
-        with self._quiet:
-            self._settled.add(outgoing.request_id)
-            self._quiet.notify_all()
 
 
 def device_ready(device_type: str) -> Callable[[], bool]:

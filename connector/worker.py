@@ -3,11 +3,12 @@
 import logging
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from connector.metadata import HandoffMetadata
 from connector.probe import backend_update, probe_block
@@ -17,6 +18,7 @@ from handoff.identity import model_digest
 from handoff.layout import KVLayout, LayoutError
 from handoff.messages import PROTOCOL_VERSION, Hello, ModelIdentity
 from handoff.transport import NixlTransport, Region
+from process.metrics import serve_metrics
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,12 +36,13 @@ class WorkerSide:
         self._device = "cpu"
         self._finished: set[str] = set()  # vLLM has finished these; it waits to hear that their blocks are free
         self._opened: set[str] = set()
+        self._stack = ExitStack()
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the cache and start the sender.
 
-        Raises LayoutError, TransportError or OSError, which ends vLLM's start, when the cache cannot be handed over: a lane
-        that silently never works is worse.
+        Raises LayoutError, TransportError, PortBusyError or OSError, which ends vLLM's start, when the cache cannot be handed
+        over: a lane that silently never works is worse.
         """
         layout = self._describe(caches)
         memory = CacheMemory(tuple(_region(cache) for cache in caches.values()), layout.block.block_bytes)
@@ -109,9 +112,10 @@ class WorkerSide:
         return done
 
     def close(self) -> None:
-        """Stop the sender."""
+        """Stop the sender and the metrics endpoint."""
         if self._sender is not None:
             self._sender.close()
+        self._stack.close()
 
     def _require_sender(self) -> Sender:
         assert self._sender is not None, "vLLM runs a step before it registered its KV caches"
@@ -148,7 +152,8 @@ class WorkerSide:
         seconds = Histogram("anchorleg_handoff_send_seconds", "First post to last completion", registry=registry)
         failed = Counter("anchorleg_handoff_failed", "Handoffs not completed", ["reason"], registry=registry)
         if self._settings.metrics_port is not None:
-            start_http_server(self._settings.metrics_port + rank, self._settings.metrics_host, registry)
+            port = self._settings.metrics_port + rank
+            self._stack.enter_context(serve_metrics(self._settings.metrics_host, port, registry))
 
         def on_sent(size: int, duration: float) -> None:
             sent_bytes.inc(size)

@@ -36,6 +36,14 @@ log = structlog.get_logger(__name__)
 _PAD_TOKENS = 256  # the largest block size in use: a landing region holds whole blocks
 _WARM_UP_TOKENS = 8
 
+_SERVER_OPTIONS = [
+    ("grpc.max_send_message_length", -1),  # a tokenizer.json can be tens of megabytes
+    # With it, a second daemon on a port would silently share the first one's connections.
+    ("grpc.so_reuseport", 0),
+    # Gateways ping every 10 s, also while a prefill keeps a stream silent; gRPC's default takes that for abuse.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+
 
 async def serve(settings: DaemonSettings) -> None:
     """Run a daemon until SIGTERM or SIGINT, then let running requests finish."""
@@ -95,7 +103,7 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
         metrics.watch(slots)
         runner = EngineRunner(engine, Timings(metrics.convert_seconds.observe, lambda s, _: metrics.step_seconds.observe(s)))
         stack.callback(runner.close)
-        server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
         decode_port = _bind(server, settings.host, settings.decode_port)
         advertised = settings.advertise_host or settings.host
         node = Node(
@@ -137,9 +145,11 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
             yield Daemon(node, slots, service, metrics, metrics_port)
         finally:
             service.draining = True
-            await advertiser.aclose()
-            await server.stop(settings.drain_timeout_s)
-            await service.settle()
+            try:
+                await advertiser.aclose()
+            finally:
+                await server.stop(settings.drain_timeout_s)
+                await service.settle()
 
 
 def _load(settings: DaemonSettings) -> Engine:
@@ -163,6 +173,7 @@ def _expectation(identity: ModelIdentity, shape: EngineDescription) -> Expectati
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         dtype=str(shape.dtype).removeprefix("torch."),
+        block_tokens=_PAD_TOKENS,
     )
 
 

@@ -33,6 +33,7 @@ from handoff.messages import (
     encode,
 )
 from handoff.transport import Transport
+from process.errors import PortBusyError
 
 log = structlog.get_logger(__name__)
 
@@ -48,14 +49,11 @@ class Expectation:
     kv_heads: int
     head_dim: int
     dtype: str
+    block_tokens: int  # of the largest block: a landing region has room for one that is only partly used
 
     def mismatch(self, hello: Hello, transport: str) -> Refused | None:
         """Return the first field in which a connector differs, or None."""
         block = hello.layout.block
-        try:
-            hello.layout.validate()
-        except LayoutError as error:
-            return Refused("layout", str(error), "a strided block layout")
         pairs = {
             "protocol": (hello.protocol, PROTOCOL_VERSION),
             "transport": (hello.transport, transport),
@@ -72,6 +70,12 @@ class Expectation:
         for field, (theirs, ours) in pairs.items():
             if theirs != ours:
                 return Refused(field, str(theirs), str(ours))
+        if block.block_tokens > self.block_tokens:
+            return Refused("block size", str(block.block_tokens), f"{self.block_tokens} at the most")
+        try:  # last: it counts elements, of which there are not many now
+            hello.layout.validate()
+        except LayoutError as error:
+            return Refused("layout", str(error), "a strided block layout")
         return None
 
 
@@ -96,6 +100,7 @@ class Receiver:
         expectation: Expectation,
         transport: Transport,
     ) -> None:
+        """Listen; raises PortBusyError."""
         self._daemon_id = daemon_id
         self._keys = keys
         self._expectation = expectation
@@ -108,7 +113,12 @@ class Receiver:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a connector that reconnects keeps its identity
         self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.bind(f"tcp://{host}:{port or '*'}")
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            self._context.term()
+            raise PortBusyError(f"cannot listen on {host}:{port} ({error}): choose another port with --control-port") from error
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._replies: asyncio.Queue[tuple[bytes, ToConnector]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -168,7 +178,7 @@ class Receiver:
                     self._slot(self._verified(message.claim)).final(message, time.monotonic())
                 case Abort():
                     claim = self._verified(message.claim)
-                    self._slot(claim).abort(identity, claim.handoff_id, claim.epoch, message.reason)
+                    self._slot(claim).abort(identity, claim.handoff_id, claim.epoch, message.reason, writing=message.writing)
         except (SlotRefused, ClaimError) as error:
             # Ordinary where a handoff was cancelled while its messages were on their way.
             log.info("control message refused", kind=type(message).__name__, reason=str(error))

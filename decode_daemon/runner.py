@@ -7,7 +7,7 @@ engine after the step it is in.
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class EngineRunner:
         """Whether a request would be decoded at once."""
         return not self._turn.locked()
 
-    async def run(self, landed: Landed, memory: torch.Tensor, params: DecodeParams) -> AsyncIterator[Step]:
+    async def run(self, landed: Landed, memory: torch.Tensor, params: DecodeParams) -> AsyncGenerator[Step, None]:
         """Convert, inject, decode: yields each step when it is known. Raises EngineError.
 
         Closing the iterator cancels the decode and waits for the step it is in.
@@ -59,11 +59,10 @@ class EngineRunner:
         try:
             while (step := await steps.get()) is not None:
                 yield step
-            await job
+            await asyncio.shield(job)
         finally:
             cancelled.set()
-            # Shielded: the thread must be out of the landing memory before anybody reuses it.
-            await asyncio.shield(asyncio.wait([job]))
+            await _ended(job)
 
     def close(self) -> None:
         """Wait for the thread to end."""
@@ -90,3 +89,17 @@ class EngineRunner:
                 began = now
         finally:
             publish(None)
+
+
+async def _ended(job: "asyncio.Future[None]") -> None:
+    """Wait for the thread, however often this is cancelled: it must be out of the landing memory before anybody reuses it."""
+    interruption: asyncio.CancelledError | None = None
+    while not job.done():
+        try:
+            await asyncio.wait([job])
+        except asyncio.CancelledError as error:
+            interruption = error
+    if not job.cancelled():
+        job.exception()  # raised where the steps are read; retrieved here for a reader that has left
+    if interruption is not None:
+        raise interruption

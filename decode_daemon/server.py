@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -20,6 +21,14 @@ log = structlog.get_logger(__name__)
 _FINISH = {None: pb.Tokens.NONE, FinishReason.STOP: pb.Tokens.STOP, FinishReason.LENGTH: pb.Tokens.LENGTH}
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ReaderGone(Exception):  # noqa: N818 - not a fault of ours
+    """Nobody reads what is written: the call was cancelled, or the reader has stalled."""
+
+    def __init__(self, outcome: str, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 class DecodeService(DecoderServicer):
@@ -48,7 +57,9 @@ class DecodeService(DecoderServicer):
         self._landing_timeout = landing_timeout
         self._writer_grace = writer_grace
         self._reader_grace = reader_grace
-        self._active: set[asyncio.Task[None]] = set()
+        self._active = 0  # requests that hold a slot
+        self._settled = asyncio.Event()
+        self._settled.set()
         self._endings: set[asyncio.Task[None]] = set()
         self.draining = False
 
@@ -59,40 +70,31 @@ class DecodeService(DecoderServicer):
     # A coroutine that writes, not a generator that yields: each write can be bounded and cancelled.
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Serve one request; cancelling the call, at any stage, frees the slot."""
-        outcome = "cancelled"
         try:
             slot, held = self._reserve(request)
         except SlotRefused as refusal:
             self._metrics.requests.labels("refused").inc()
-            await self._write(context, pb.DecodeEvent(failed=pb.Failed(code=refusal.code, message=str(refusal))))
+            await self._fail(context, refusal.code, str(refusal))
             return
+        outcome, message = "cancelled", ""
+        self._active += 1
+        self._settled.clear()
         self._changed()
         try:
-            outcome = await self._serve(request, slot, held, context)
-        except TimeoutError:
-            outcome = "timeout"
-            message = (
-                f"no KV cache landed within {self._landing_timeout:g} s, or nobody read tokens for {self._reader_grace:g} s"
-            )
-            await self._fail(context, outcome, message)
-        except HandoffFailed as error:
-            outcome = "handoff_failed"
-            await self._fail(context, outcome, str(error))
-        except EngineError as error:
-            outcome = "engine_failed"
-            log.error("decode failed", handoff=request.handoff_id, error=str(error))
-            await self._fail(context, outcome, str(error))
+            outcome, message = await self._outcome(request, slot, held, context)
         finally:
             self._metrics.requests.labels(outcome).inc()
             # A task of its own: this one may be cancelled again while the slot is being freed.
             ending = asyncio.create_task(self._end(slot, held, outcome))
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
+        if message:
+            with suppress(ReaderGone):
+                await self._fail(context, outcome, message)
 
     async def settle(self) -> None:
-        """Wait until every ended request's slot is free."""
-        while self._endings:
-            await asyncio.wait(set(self._endings))
+        """Wait until every request's slot is free; `draining` keeps new ones away."""
+        await self._settled.wait()
 
     def _reserve(self, request: pb.DecodeRequest) -> tuple[LandingSlot, Occupancy]:
         if self.draining:
@@ -102,15 +104,37 @@ class DecodeService(DecoderServicer):
         slot = self._slots[request.slot]
         return slot, slot.reserve(request.handoff_id, request.epoch)
 
-    async def _serve(self, request: pb.DecodeRequest, slot: LandingSlot, held: Occupancy, context: Context) -> str:
+    async def _outcome(
+        self, request: pb.DecodeRequest, slot: LandingSlot, held: Occupancy, context: Context
+    ) -> tuple[str, str]:
+        """Serve, and return how that ended and what to tell the gateway; nothing if it knows or is away."""
+        try:
+            await self._serve(request, slot, held, context)
+        except TimeoutError:
+            return "timeout", f"no KV cache landed within {self._landing_timeout:g} s"
+        except ReaderGone as gone:
+            log.info("reader gone", handoff=request.handoff_id, reason=str(gone))
+            return gone.outcome, ""
+        except HandoffFailed as error:
+            return "handoff_failed", str(error)
+        except EngineError as error:
+            log.error("decode failed", handoff=request.handoff_id, error=str(error))
+            return "engine_failed", str(error)
+        except Exception as error:
+            log.exception("decode failed", handoff=request.handoff_id)
+            return "internal_error", f"{type(error).__name__}: {error}"
+        return "finished", ""
+
+    async def _serve(self, request: pb.DecodeRequest, slot: LandingSlot, held: Occupancy, context: Context) -> None:
         await self._write(context, pb.DecodeEvent(reserved=pb.Reserved()))
-        landed = await asyncio.wait_for(asyncio.shield(held.landed), self._landing_timeout)
+        async with asyncio.timeout(self._landing_timeout):
+            landed = await asyncio.shield(held.landed)
         self._metrics.handoff_bytes.inc(landed.bytes)
         self._metrics.landing_seconds.observe(landed.seconds)
         await self._write(context, pb.DecodeEvent(landed=_landed(landed)))
         if landed.finished:
             await self._write(context, _tokens(1, Step((), FinishReason.STOP)))
-            return "finished"
+            return
         held.decoding = True
         self._changed()
         position = 1
@@ -121,8 +145,7 @@ class DecodeService(DecoderServicer):
                 position += len(step.ids)
                 self._metrics.tokens.inc(len(step.ids))
         finally:
-            await steps.aclose()  # type: ignore[attr-defined]  # an async generator
-        return "finished"
+            await steps.aclose()
 
     def _params(self, request: pb.DecodeRequest, landed: Landed) -> DecodeParams:
         room = self._card.context_tokens - len(landed.prompt)
@@ -135,16 +158,28 @@ class DecodeService(DecoderServicer):
         return DecodeParams(sampling, min(request.max_tokens or room, room), frozenset(request.stop_token_ids))
 
     async def _write(self, context: Context, event: pb.DecodeEvent) -> None:
-        # Bounded: a gateway that stops reading must not hold the engine.
-        await asyncio.wait_for(context.write(event), self._reader_grace)
+        # Bounded: a gateway that stops reading must not hold the slot. Not with wait_for, which in Python 3.11 loses a
+        # cancellation that comes together with the result.
+        try:
+            async with asyncio.timeout(self._reader_grace):
+                await context.write(event)
+        except TimeoutError:
+            raise ReaderGone("reader_stalled", f"nobody read for {self._reader_grace:g} s") from None
+        except grpc.aio.BaseError as error:  # a cancelled call may fail here before its task is cancelled
+            raise ReaderGone("cancelled", str(error)) from None
 
     async def _fail(self, context: Context, code: str, message: str) -> None:
         await self._write(context, pb.DecodeEvent(failed=pb.Failed(code=code, message=message)))
 
     async def _end(self, slot: LandingSlot, held: Occupancy, outcome: str) -> None:
-        await slot.release(held, outcome, self._writer_grace)
-        await self._freed(slot, held.epoch)
-        self._changed()
+        try:
+            await slot.release(held, outcome, self._writer_grace)
+            await self._freed(slot, held.epoch)
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._settled.set()
+            self._changed()
 
 
 def _landed(landed: Landed) -> pb.Landed:

@@ -5,6 +5,7 @@ writers and its decode stream name it, and anything but the epoch held now is re
 """
 
 import asyncio
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -139,6 +140,8 @@ class LandingSlot:
         held = self._expect(handoff_id, epoch)
         if writer.rank in held.writers:
             raise SlotRefused("replayed", f"rank {writer.rank} has already begun handoff {handoff_id}")
+        if writer.tokens < 1:
+            raise SlotRefused("no_tokens", f"handoff {handoff_id} is of {writer.tokens} tokens")
         length = writer.layout.bytes_for(writer.tokens)
         if length > self.memory.length:
             raise SlotRefused(
@@ -150,16 +153,20 @@ class LandingSlot:
 
     def sent(self, identity: bytes, message: Sent, now: float) -> None:
         """One rank's writes are done; raises SlotRefused for what no accepted writer of this epoch can say."""
+        self.stopped(identity, message.handoff_id, message.epoch)  # it may have crossed a Cancel
         held = self._expect(message.handoff_id, message.epoch)
         writer = _writer(held, identity)
-        expected = writer.layout.blocks_for(writer.tokens)
-        if message.tokens != writer.tokens or message.blocks != expected:
-            writer.active = False
-            self._fail(
-                held, f"{message.blocks} blocks for {message.tokens} tokens arrived, {expected} for {writer.tokens} were due"
-            )
+        due = Sent(
+            message.handoff_id,
+            message.epoch,
+            writer.tokens,
+            writer.layout.blocks_for(writer.tokens),
+            writer.layout.bytes_for(writer.tokens),
+        )
+        if message != due:
+            self._fail(held, f"{_amount(message)} arrived, {_amount(due)} were due")
             return
-        writer.sent, writer.active = message, False
+        writer.sent = message
         self._complete(held, now)
 
     def final(self, message: Final, now: float) -> None:
@@ -169,12 +176,13 @@ class LandingSlot:
             held.final = message
             self._complete(held, now)
 
-    def abort(self, identity: bytes, handoff_id: str, epoch: int, reason: str) -> None:
-        """A sender gives up. From a writer it also means that none of its writes is in flight."""
+    def abort(self, identity: bytes, handoff_id: str, epoch: int, reason: str, *, writing: bool) -> None:
+        """A sender gives up; unless it is `writing`, none of its writes is in flight."""
         holder = self._held or self._draining
         if holder is None or (holder.handoff_id, holder.epoch) != (handoff_id, epoch):
             return
-        self._mark_stopped(holder, identity)
+        if not writing:
+            self._mark_stopped(holder, identity)
         if holder is self._held:
             self._fail(holder, f"the connector gave up: {reason}")
 
@@ -201,10 +209,10 @@ class LandingSlot:
         try:
             await asyncio.wait_for(self._drained.wait(), grace)
         except TimeoutError:
-            # Nobody says whether bytes are still on their way: they shall find no memory.
-            self.memory.renew()
+            pass
         finally:
             if not self._drained.is_set():
+                # Nobody says whether bytes are still on their way: they shall find no memory that is in use.
                 self.memory.renew()
             self._draining = None
             self._drained.set()
@@ -225,10 +233,13 @@ class LandingSlot:
         sent = [writer.sent for writer in held.writers.values() if writer.sent is not None]
         if len(sent) < ranks:
             return
-        prompt = tuple(int.from_bytes(held.final.prompt[i : i + 4], "little") for i in range(0, len(held.final.prompt), 4))
-        if len(prompt) != sent[0].tokens:
-            self._fail(held, f"KV of {sent[0].tokens} tokens arrived for a prompt of {len(prompt)}")
+        if len(held.final.prompt) != 4 * sent[0].tokens:
+            self._fail(held, f"KV of {sent[0].tokens} tokens arrived for a prompt of {len(held.final.prompt) / 4:g}")
             return
+        if not 0 <= held.final.first_token < 1 << 32:
+            self._fail(held, f"the first token is {held.final.first_token}")
+            return
+        prompt = struct.unpack(f"<{sent[0].tokens}I", held.final.prompt)
         held.landed.set_result(
             Landed(
                 layout=held.writers[0].layout,
@@ -253,6 +264,10 @@ class LandingSlot:
     def _check_drained(self) -> None:
         if self._draining is not None and not any(writer.active for writer in self._draining.writers.values()):
             self._drained.set()
+
+
+def _amount(sent: Sent) -> str:
+    return f"{sent.tokens} tokens in {sent.blocks} blocks of {sent.bytes} bytes in all"
 
 
 def _writer(held: Occupancy, identity: bytes) -> Writer:

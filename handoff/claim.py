@@ -9,13 +9,17 @@ import hmac
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 CLAIM_KEY = "anchorleg"  # under this key a claim travels in a request's kv_transfer_params
 CLAIM_VERSION = 1
 _CONTEXT = b"anchorleg claim"  # keeps these signatures apart from any other use of the same secret
+
+
+# Claims come out of clients' requests: a number too long to be written out must not get as far as `canonical`.
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class ClaimError(Exception):
@@ -31,11 +35,11 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     handoff_id: str  # 128 random bits, 32 hex digits
     host: str  # of the daemon's control socket
-    port: int
-    slot: int
-    epoch: int
-    expires: int
-    version: int = CLAIM_VERSION
+    port: _Number
+    slot: _Number
+    epoch: _Number
+    expires: _Number
+    version: _Number = CLAIM_VERSION
 
     def canonical(self) -> bytes:
         """Return the bytes that are signed: every field, each with its length in front."""
@@ -48,7 +52,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.epoch,
             self.expires,
         )
-        parts = [str(field).encode() for field in fields]
+        parts = [str(field).encode(errors="surrogatepass") for field in fields]
         return _CONTEXT + b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
@@ -85,7 +89,9 @@ class ClaimKeys:
         if claim.version != CLAIM_VERSION:
             raise ClaimError(f"claim version {claim.version} is not {CLAIM_VERSION}")
         # Every key is tried so that the time taken does not tell which one matched.
-        matches = [hmac.compare_digest(_mac(key, claim), signed.signature) for key in self._keys]
+        # As bytes, since compare_digest raises TypeError for text that is not ASCII.
+        given = signed.signature.encode(errors="surrogatepass")
+        matches = [hmac.compare_digest(_mac(key, claim).encode(), given) for key in self._keys]
         if not any(matches):
             raise ClaimError("the claim's signature is wrong: do both sides share ANCHORLEG_SECRET?")
         if claim.expires < (time.time() if now is None else now):
@@ -107,7 +113,7 @@ def from_params(params: object) -> SignedClaim | None:
         return None
     try:
         return msgspec.convert(params[CLAIM_KEY], SignedClaim)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for a lone surrogate in a number's place
         raise ClaimError(f"malformed claim: {error}") from error
 
 

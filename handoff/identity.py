@@ -15,7 +15,8 @@ _SAMPLE_BYTES = 4096
 def model_digest(model_dir: Path) -> str:
     """Return 16 hex digits for the weights and configuration in a Hugging Face folder.
 
-    Raises FileNotFoundError, naming the file, when the folder holds no config.json or no safetensors file.
+    Raises FileNotFoundError, naming the file, when the folder holds no config.json or no safetensors file; ValueError when
+    config.json is no JSON.
     """
     config = model_dir / "config.json"
     weights = sorted(model_dir.glob("*.safetensors"))
@@ -23,7 +24,11 @@ def model_digest(model_dir: Path) -> str:
         raise FileNotFoundError(f"{config} is missing: point to a Hugging Face model folder")
     if not weights:
         raise FileNotFoundError(f"no *.safetensors in {model_dir}: convert the weights first")
-    digest = hashlib.sha256(json.dumps(json.loads(config.read_bytes()), sort_keys=True).encode())
+    try:
+        settings = json.loads(config.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{config} is no JSON ({error}): point to a Hugging Face model folder") from error
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for path in weights:
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
         _add_samples(digest, path)

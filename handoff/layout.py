@@ -14,6 +14,7 @@ import msgspec
 Axis = Literal["head", "token", "dim"]
 AXES: tuple[Axis, ...] = ("head", "token", "dim")
 
+_MAX_DIGITS = 16  # of one axis; the most in use are three
 _MAX_ELEMENTS = 1 << 22  # four times the largest block in use; validation counts them one by one
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -23,7 +24,7 @@ class LayoutError(Exception):
     """A KV layout that cannot be described, or that the other side cannot read: the message names the field."""
 
 
-class Digit(msgspec.Struct, frozen=True):
+class Digit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One digit of an axis: `size` values, `stride` elements apart. Most significant digit first within an axis."""
 
     size: int
@@ -84,8 +85,11 @@ class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise LayoutError(f"a block of {sizes} is not one of {_MAX_ELEMENTS} elements at the most")
         for kind in (self.keys, self.values):
             for name in AXES:
-                product = math.prod(digit.size for digit in kind.axis(name))
-                if min(digit.size for digit in kind.axis(name)) < 1 or product != sizes[name]:
+                digits = kind.axis(name)
+                if not 1 <= len(digits) <= _MAX_DIGITS:
+                    raise LayoutError(f"{name} has {len(digits)} digits, not 1 to {_MAX_DIGITS}")
+                product = math.prod(digit.size for digit in digits)
+                if min(digit.size for digit in digits) < 1 or product != sizes[name]:
                     raise LayoutError(f"{name} digits make {product} values, not {sizes[name]}")
         if sorted(self.keys.places() + self.values.places()) != list(range(self.elements)):
             raise LayoutError("keys and values do not fill the block, each element once")

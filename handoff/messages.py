@@ -64,10 +64,14 @@ class Final(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The sender gives up on this handoff; `writing` False: none of its writes is or will be in flight."""
+    """The sender gives up on this handoff.
+
+    From a worker, `writing` False means that none of its writes is or will be in flight, True that one may be.
+    """
 
     claim: SignedClaim
     reason: str
+    writing: bool = False
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -143,7 +147,7 @@ def decode_for_daemon(frame: bytes) -> ToDaemon:
     """Read a message sent to a daemon; raises MessageError."""
     try:
         return _to_daemon.decode(frame)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise MessageError(str(error)) from error
 
 
@@ -151,5 +155,5 @@ def decode_for_connector(frame: bytes) -> ToConnector:
     """Read a message sent to a connector; raises MessageError."""
     try:
         return _to_connector.decode(frame)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise MessageError(str(error)) from error

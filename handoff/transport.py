@@ -59,11 +59,15 @@ class Transport(Protocol):
     name: str
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make memory readable by (local) and writable for (remote) transfers."""
+        """Make memory readable by (local) and writable for (remote) transfers; raises TransportError."""
         ...
 
     def unregister(self, regions: Sequence[Region]) -> None:
-        """Undo `register`: no peer can write there any more."""
+        """Undo `register`: peers that connect from now on cannot write there.
+
+        Peers that are connected still may. RDMA hardware refuses their writes; UCX over TCP or CMA lands them as before, or
+        kills the process where the memory is gone. So it must stay mapped, and unused, until they are gone.
+        """
         ...
 
     def metadata(self) -> bytes:
@@ -71,7 +75,10 @@ class Transport(Protocol):
         ...
 
     def connect(self, metadata: bytes) -> Peer:
-        """Learn of a peer and set up the connection; raises TransportError."""
+        """Learn of a peer and set up the connection; of a known one, learn what it has registered since.
+
+        Raises TransportError.
+        """
         ...
 
     def disconnect(self, peer: Peer) -> None:
@@ -101,10 +108,13 @@ class NixlTransport:
     def register(self, regions: Sequence[Region]) -> None:
         """See Transport."""
         for region in regions:
-            if region not in self._registered:
-                self._registered[region] = self._agent.register_memory(
-                    [(region.address, region.length, region.device or 0, "")], _memory_kind(region)
-                )
+            if region in self._registered:
+                continue
+            memory = [(region.address, region.length, region.device or 0, "")]
+            try:
+                self._registered[region] = self._agent.register_memory(memory, _memory_kind(region))
+            except Exception as error:
+                raise TransportError(f"NIXL cannot register {region}: {error}") from error
 
     def unregister(self, regions: Sequence[Region]) -> None:
         """See Transport."""
@@ -157,8 +167,9 @@ class NixlTransport:
         return transfer
 
     def close(self) -> None:
-        """See Transport."""
+        """See Transport. The agent's own threads and connections end with the last transfer that refers to it."""
         self.unregister(list(self._registered))
+        self._agent = None
 
 
 class _NixlTransfer:

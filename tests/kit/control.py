@@ -1,0 +1,66 @@
+"""A connector that says what a test wants, over the daemon's real control socket."""
+
+import asyncio
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from decode_daemon.slots import Occupancy
+from handoff.claim import SignedClaim
+from handoff.messages import Accepted, Begin, Refused, Sent, ToConnector, ToDaemon, decode_for_connector, encode
+from tests.kit.handoff import LAYOUT, Landing, hello
+
+TOKENS = 10
+
+
+class Voice:
+    """A connector that says what a test wants, over the real socket."""
+
+    def __init__(self, port: int) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+
+    async def __aenter__(self) -> "Voice":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def say(self, *messages: ToDaemon | bytes) -> None:
+        for message in messages:
+            await self._socket.send(message if isinstance(message, bytes) else encode(message))
+
+    async def hear(self, within_s: float = 5.0) -> ToConnector:
+        async with asyncio.timeout(within_s):
+            return decode_for_connector(await self._socket.recv())
+
+    async def ask(self, message: ToDaemon) -> ToConnector:
+        await self.say(message)
+        return await self.hear()
+
+    async def hello(self, **fields: object) -> ToConnector:
+        """Introduce oneself as what the daemon expects, but for the given fields."""
+        return await self.ask(hello(b"", **fields))
+
+    async def hushed(self) -> None:
+        """All that was said before has been handled, and nothing was answered but to this question."""
+        refused = await self.hello(rank=1)
+        assert isinstance(refused, Refused), refused
+
+
+def sent(claim: SignedClaim, **fields: Any) -> Sent:
+    """What a worker says when everything has been written, but for the given fields."""
+    whole: dict[str, Any] = {"tokens": TOKENS, "blocks": LAYOUT.blocks_for(TOKENS), "bytes": LAYOUT.bytes_for(TOKENS)}
+    given: dict[str, Any] = {"handoff_id": claim.claim.handoff_id, "epoch": claim.claim.epoch} | whole | fields
+    return Sent(**given)
+
+
+async def begun(daemon: Landing, worker: Voice, slot: int = 0) -> tuple[SignedClaim, Occupancy]:
+    """A handoff that the daemon has accepted."""
+    claim, held = daemon.claim(slot)
+    accepted = await worker.ask(Begin(claim, TOKENS))
+    assert accepted == Accepted(claim.claim.handoff_id, daemon.slots[slot].memory.address, LAYOUT.bytes_for(TOKENS))
+    return claim, held
