@@ -23,6 +23,12 @@ _OPTIONS = [
 _LONGEST_STREAM_S = 3600.0
 
 
+# What a daemon may say: the code becomes a metric's label, which no peer shall fill at will.
+_DAEMON_CODES = frozenset(
+    {"draining", "slot_busy", "stale_epoch", "no_such_slot", "timeout", "handoff_failed", "engine_failed"}
+)
+
+
 class DecodeFailed(Exception):  # noqa: N818 - an outcome the lane acts on
     """A daemon refused, failed, or is not there: `code` is stable, the message names the daemon."""
 
@@ -111,7 +117,8 @@ class DecodeStream:
         if event is grpc.aio.EOF:
             raise DecodeFailed("ended", f"daemon {self.endpoint} ended the stream too early")
         if event.WhichOneof("event") == "failed":
-            raise DecodeFailed(event.failed.code, f"daemon {self.endpoint}: {event.failed.message}")
+            code = event.failed.code if event.failed.code in _DAEMON_CODES else "daemon_failed"
+            raise DecodeFailed(code, f"daemon {self.endpoint}: {event.failed.message}")
         return event  # type: ignore[no-any-return]
 
     def cancel(self) -> None:
