@@ -173,6 +173,7 @@ async def lane_stack(folder: Path, *, own_process: bool = False, **settings: Any
 def start_envoy(config: Path, log: Path) -> "subprocess.Popen[bytes]":
     """Start Envoy; its access log and its own go to one file."""
     command = [*find_program("envoy"), "-c", str(config), "--disable-hot-restart", "--log-level", "error"]
+    command += ["--file-flush-interval-msec", "200"]
     with log.open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 

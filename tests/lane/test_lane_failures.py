@@ -51,17 +51,22 @@ async def test_ext_proc_lost_between_rewrite_and_answer_never_passes_the_one_tok
 async def test_ext_proc_lost_in_mid_stream_breaks_the_transfer(breakable_lane: LaneStack) -> None:
     lane = breakable_lane
     lane.daemon.script.hang_after = 2
-    received = ""
-    with pytest.raises(httpx.RemoteProtocolError):
+    received: list[str] = []
+
+    async def read() -> None:
         async with lane.client.stream(
             "POST", "/v1/chat/completions", json=chat(stream=True), headers=STREAM_HEADERS
         ) as response:
             async for text in response.aiter_text():
-                received += text
-                if '"content":"l"' in received:
-                    assert lane.extproc is not None
-                    lane.extproc.kill()
-    assert "[DONE]" not in received
+                received.append(text)
+
+    reading = asyncio.create_task(read())
+    await until(lambda: '"content":"l"' in "".join(received), "the stream has begun")
+    assert lane.extproc is not None
+    lane.extproc.kill()
+    with pytest.raises(httpx.RemoteProtocolError):
+        await reading
+    assert "[DONE]" not in "".join(received)
     await lane.all_free()
 
 

@@ -2,10 +2,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tests.kit.valkey import ValkeyProcess
 from redis.asyncio import Redis
 
 from leases import LeaseTable
+from tests.kit.valkey import ValkeyProcess
 
 
 @pytest.fixture(scope="session")

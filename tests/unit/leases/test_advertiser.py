@@ -4,11 +4,11 @@ import asyncio
 import time
 
 import pytest
-from tests.kit.valkey import ValkeyProcess, eventually, grant, node, views
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
 from leases import Advertiser, LeaseTable, SlotState, SlotView
+from tests.kit.valkey import ValkeyProcess, eventually, grant, node, views
 
 
 class Daemon:

@@ -6,10 +6,10 @@ import secrets
 import time
 
 import pytest
-from tests.kit.valkey import ValkeyProcess, acquire, eventually, grant, node, release, views
 from redis.asyncio import Redis
 
 from leases import Grant, LeaseTable, NoSlot, SlotView
+from tests.kit.valkey import ValkeyProcess, acquire, eventually, grant, node, release, views
 
 
 async def taken_back(daemon: LeaseTable, floor: int = 0) -> bool:

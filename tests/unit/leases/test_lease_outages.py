@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.kit.valkey import ValkeyProcess, acquire, grant, node, views
 from redis.asyncio import Redis
 
 from leases import LeasesUnavailable, LeaseTable
+from tests.kit.valkey import ValkeyProcess, acquire, grant, node, views
 
 
 async def test_every_call_says_so_when_redis_is_away(own_server: ValkeyProcess) -> None:

@@ -5,11 +5,11 @@ import secrets
 from dataclasses import replace
 
 import pytest
-from tests.kit.valkey import ValkeyProcess, acquire, grant, node, release, views
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
 from leases import Grant, LeaseTable, NoSlot, SlotState, SlotView
+from tests.kit.valkey import ValkeyProcess, acquire, grant, node, release, views
 
 ODD_NAMES = ("org/model:7b", "{org}/model", "}{", "a b", "a%20b", "modèle 模型", "x" * 300)
 
