@@ -10,7 +10,7 @@ model: setup
 	@test -f $(MODEL)/config.json || .venv/bin/anchorleg model --directory $(MODEL)
 
 demo: model
-	@.venv/bin/anchorleg demo
+	@.venv/bin/anchorleg demo --ports auto
 
 test: model lint
 	@scripts/test
