@@ -85,7 +85,8 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
     metrics = DaemonMetrics()
     async with AsyncExitStack() as stack:
         metrics_port = stack.enter_context(serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry))
-        transport = NixlTransport("daemon")
+        slots: list[LandingSlot] = []
+        transport = NixlTransport("daemon", attend=lambda: any(slot.written_to for slot in slots))
         stack.callback(transport.close)
         daemon_id = uuid.uuid4().hex
         receiver = Receiver(
@@ -98,7 +99,7 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
         )
         stack.push_async_callback(receiver.aclose)
         length = _landing_bytes(shape, settings.context_tokens)
-        slots = [LandingSlot(i, LandingMemory(transport, length), receiver.send) for i in range(settings.slots)]
+        slots += [LandingSlot(i, LandingMemory(transport, length), receiver.send) for i in range(settings.slots)]
         receiver.start(slots)
         metrics.watch(slots)
         runner = EngineRunner(engine, Timings(metrics.convert_seconds.observe, lambda s, _: metrics.step_seconds.observe(s)))

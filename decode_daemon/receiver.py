@@ -211,6 +211,7 @@ class Receiver:
             log.warning("writer refused", handoff=handoff_id, reason=str(error))
             self.send(identity, Rejected(handoff_id, str(error)))
             return
+        self._transport.nudge()
         self.send(identity, Accepted(handoff_id, address, length))
 
     def _generation(self) -> int:

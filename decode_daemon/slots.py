@@ -104,6 +104,12 @@ class LandingSlot:
         return holder.epoch if holder else None
 
     @property
+    def written_to(self) -> bool:
+        """Whether some writer's bytes may be on their way. Read from another thread too: a stale answer does no harm."""
+        holder = self._held or self._draining
+        return holder is not None and any(writer.active for writer in list(holder.writers.values()))
+
+    @property
     def state(self) -> SlotState:
         """Where the slot stands."""
         if self._held is None:
