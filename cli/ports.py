@@ -22,6 +22,7 @@ class Ports:
     admin: int
     redis: int
     vllm: int
+    connector_metrics: int
     extproc: int
     extproc_metrics: int
     decode: tuple[int, ...]
@@ -48,15 +49,17 @@ def choose_ports(settings: LocalSettings) -> Ports:
     count = settings.daemons
     if settings.ports == "auto":
         free = free_ports()
-        public, internal, admin, redis, vllm, extproc, extproc_metrics = islice(free, 7)
+        public, internal, admin, redis, vllm, connector_metrics, extproc, extproc_metrics = islice(free, 8)
         decode, control, decode_metrics = (tuple(islice(free, count)) for _ in range(3))
-        return Ports(public, internal, admin, redis, vllm, extproc, extproc_metrics, decode, control, decode_metrics)
+        singles = (public, internal, admin, redis, vllm, connector_metrics, extproc, extproc_metrics)
+        return Ports(*singles, decode, control, decode_metrics)
     return Ports(
         public=settings.public_port,
         internal=settings.internal_port,
         admin=settings.admin_port,
         redis=settings.redis_port,
         vllm=settings.vllm_port,
+        connector_metrics=settings.connector_metrics_port,
         extproc=settings.extproc_port,
         extproc_metrics=settings.extproc_metrics_port,
         decode=tuple(settings.decode_port + 2 * i for i in range(count)),

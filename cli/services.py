@@ -41,7 +41,7 @@ class Service:
 
     The command's first word names a program (`anchorleg`, `python`, `valkey-server`, `envoy`) that is found
     where the command is started. `ready` holds checks of `cli.ready`, all of which must pass. It is started
-    when every service in `after` is ready. `metrics` is the URL of its Prometheus metrics.
+    when every service in `after` is ready. `metrics` holds the URLs of its Prometheus metrics.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Service:
     ready: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     ports: tuple[PortUse, ...] = ()
-    metrics: str | None = None
+    metrics: tuple[str, ...] = ()
 
 
 def stack_services(
@@ -89,6 +89,7 @@ def vllm(settings: LocalSettings, ports: Ports, *, model: Path, places: Places) 
         "kv_connector": "AnchorlegConnector",
         "kv_connector_module_path": "connector",
         "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"metrics_host": at.listen, "metrics_port": ports.connector_metrics},
     }
     return Service(
         name="vllm",
@@ -109,8 +110,11 @@ def vllm(settings: LocalSettings, ports: Ports, *, model: Path, places: Places) 
             "DO_NOT_TRACK": "1",
         },
         ready=(f"http://{at.host}:{ports.vllm}/health",),
-        ports=(PortUse(ports.vllm, "vllm", "its API", "--vllm-port"),),
-        metrics=f"http://{at.host}:{ports.vllm}/metrics",
+        ports=(
+            PortUse(ports.vllm, "vllm", "its API", "--vllm-port"),
+            PortUse(ports.connector_metrics, "vllm", "its connector's metrics", "--connector-metrics-port"),
+        ),
+        metrics=(f"http://{at.host}:{ports.vllm}/metrics", f"http://{at.host}:{ports.connector_metrics}/metrics"),
     )
 
 
@@ -138,7 +142,7 @@ def decode(settings: LocalSettings, ports: Ports, index: int, *, model: Path, pl
             PortUse(control, name, "its control socket", "--decode-port"),
             PortUse(metrics, name, "its metrics", "--decode-metrics-port"),
         ),
-        metrics=f"http://{at.host}:{metrics}/metrics",
+        metrics=(f"http://{at.host}:{metrics}/metrics",),
     )
 
 
@@ -161,7 +165,7 @@ def extproc(settings: LocalSettings, ports: Ports, places: Places) -> Service:
             PortUse(ports.extproc, "extproc", "its gRPC server", "--extproc-port"),
             PortUse(ports.extproc_metrics, "extproc", "its metrics", "--extproc-metrics-port"),
         ),
-        metrics=f"http://{at.host}:{ports.extproc_metrics}/metrics",
+        metrics=(f"http://{at.host}:{ports.extproc_metrics}/metrics",),
     )
 
 
@@ -180,7 +184,7 @@ def envoy(ports: Ports, places: Places, config: Path) -> Service:
             PortUse(ports.internal, "envoy", "the gateway's calls to vLLM", "--internal-port"),
             PortUse(ports.admin, "envoy", "its admin interface", "--admin-port"),
         ),
-        metrics=f"http://127.0.0.1:{ports.admin}/stats/prometheus",
+        metrics=(f"http://127.0.0.1:{ports.admin}/stats/prometheus",),
     )
 
 

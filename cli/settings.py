@@ -43,6 +43,7 @@ class LocalSettings(ProcessSettings):
     admin_port: int = _port(9901, "Envoy's admin interface and metrics.")
     redis_port: int = _port(6379, "Redis.")
     vllm_port: int = _port(8001, "vLLM.")
+    connector_metrics_port: int = _port(9470, "The metrics of vLLM's connector.")
     extproc_port: int = _port(50051, "The gateway's gRPC server.")
     extproc_metrics_port: int = _port(9464, "The gateway's metrics.")
     decode_port: int = _port(50061, "The first decode daemon's gRPC server and, one above, its control socket.")

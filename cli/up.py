@@ -56,7 +56,7 @@ def _say_where(stack: Stack, console: Console) -> None:
     lines = [
         f"Ready. base_url={stack.base_url}  (the lane: add the header x-slo-class: latency)",
         f"Envoy's admin interface: http://127.0.0.1:{stack.ports.admin}  logs: {stack.logs['envoy'].parent}",
-        *(f"metrics of {service.name}: {service.metrics}" for service in stack.services if service.metrics),
+        *(f"metrics of {service.name}: {', '.join(service.metrics)}" for service in stack.services if service.metrics),
         "Ctrl-C stops everything.",
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

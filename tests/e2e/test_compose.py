@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 SECRET = "a secret of the compose test"
 NAMES = ("redis", "vllm", "decode", "extproc", "envoy")
-PORTS = ("6379", "8001", "50061", "50062", "9465", "50051", "9464", "10000", "10001", "9901")
+PORTS = ("6379", "8001", "50061", "50062", "9465", "50051", "9464", "9470", "10000", "10001", "9901")
 
 
 class Locally:
@@ -57,6 +57,7 @@ class Locally:
         if text in self._ports:
             return self._ports[text]
         text = text.replace(str(MODEL), str(self._model_dir)).replace(str(ENVOY_CONFIG), str(self._envoy_config))
+        text = re.sub(r'(metrics_port": )(\d+)', self._port, text.replace("0.0.0.0", "127.0.0.1"))
         return re.sub(r"(//)(\w[\w.]*)(?=:)", self._host, re.sub(r"(//[\w.]+:)(\d+)", self._port, text))
 
     def _host(self, match: re.Match[str]) -> str:

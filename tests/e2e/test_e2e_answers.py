@@ -133,12 +133,18 @@ async def test_a_claim_of_a_clients_own_making_moves_nothing(lane: Lane) -> None
 
 
 async def test_every_process_answers_prometheus(lane: Lane) -> None:
+    await lane.ask(PROMPTS[0], latency=True, max_tokens=2)
+    expected = {
+        "vllm": ["vllm:num_requests_running", "anchorleg_handoff_sent_bytes_total"],
+        "decode": ["anchorleg_handoff_received_bytes_total"],
+        "extproc": ["anchorleg_requests_total"],
+        "envoy": ["envoy_http_downstream_rq_total"],
+    }
     for service in lane.stack.services:
-        if service.metrics is not None:
-            answer = await lane.client.get(service.metrics)
+        for url, name in zip(service.metrics, expected.get(service.name, []), strict=True):
+            answer = await lane.client.get(url)
             assert answer.status_code == 200
-            prefix = {"vllm": "vllm:", "envoy": "envoy_"}.get(service.name, "anchorleg_")
-            assert prefix in answer.text, service.name
+            assert name in answer.text, service.name
 
 
 async def test_the_openai_stream_is_a_whole_one_even_if_the_answer_is_one_token(lane: Lane) -> None:

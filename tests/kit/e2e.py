@@ -85,8 +85,7 @@ class Lane:
 
     async def metric(self, service: str, name: str) -> float:
         """Return the sum of a metric's samples at one process."""
-        url = next(s.metrics for s in self.stack.services if s.name == service)
-        assert url is not None
+        url = self._metrics_url(service)
         text = (await self.client.get(url)).text
         return sum(
             sample.value for family in text_string_to_metric_families(text) for sample in family.samples if sample.name == name
@@ -94,8 +93,7 @@ class Lane:
 
     async def state(self, state: str) -> float:
         """Return how many of the daemon's slots are in a state."""
-        url = next(s.metrics for s in self.stack.services if s.name == "decode")
-        assert url is not None
+        url = self._metrics_url("decode")
         for family in text_string_to_metric_families((await self.client.get(url)).text):
             for sample in family.samples:
                 if sample.name == "anchorleg_slots" and sample.labels["state"] == state:
@@ -104,13 +102,15 @@ class Lane:
 
     async def pool_free(self) -> float:
         """Return how many slots the lease table has free, as the gateway sees it."""
-        url = next(s.metrics for s in self.stack.services if s.name == "extproc")
-        assert url is not None
+        url = self._metrics_url("extproc")
         for family in text_string_to_metric_families((await self.client.get(url)).text):
             for sample in family.samples:
                 if sample.name == "anchorleg_pool_slots" and sample.labels["state"] == "free":
                     return sample.value
         return 0.0
+
+    def _metrics_url(self, service: str) -> str:
+        return next(s.metrics[0] for s in self.stack.services if s.name == service)
 
     async def wait_for_slots(self) -> None:
         """Wait until the gateway knows the daemon."""

@@ -21,7 +21,7 @@ def test_fixed_ports_are_those_of_the_settings_and_daemons_take_consecutive_ones
 
 def test_automatic_ports_are_free_and_all_different() -> None:
     numbers = flat(*astuple(choose_ports(LocalSettings(ports="auto", daemons=3))))
-    assert len(set(numbers)) == len(numbers) == 7 + 3 * 3
+    assert len(set(numbers)) == len(numbers) == 8 + 3 * 3
     refuse_busy_ports(PortUse(number, "x", "y", "--z") for number in numbers)
 
 

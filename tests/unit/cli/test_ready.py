@@ -18,8 +18,8 @@ from process.metrics import serve_metrics
 @pytest.fixture
 async def redis_port(tmp_path: Path) -> AsyncIterator[int]:
     """The store of the stack, as `anchorleg up` starts it."""
-    a, b, c, port, d, e, f = islice(free_ports(), 7)
-    service = redis(Ports(a, b, c, port, d, e, f, (), (), ()), Places())
+    a, b, c, port, d, e, f, g = islice(free_ports(), 8)
+    service = redis(Ports(a, b, c, port, d, e, f, g, (), (), ()), Places())
     store = Supervisor(
         [service],
         tmp_path,
