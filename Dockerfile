@@ -12,6 +12,7 @@ COPY extproc extproc
 COPY connector connector
 COPY decode_daemon decode_daemon
 COPY cli cli
+COPY benchmarks benchmarks
 COPY envoy envoy
 
 FROM source AS gateway

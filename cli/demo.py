@@ -47,7 +47,9 @@ class Answer:
     @property
     def per_token(self) -> float | None:
         """Time per output token after token 2."""
-        return (self.arrivals[-1] - self.arrivals[1]) / (len(self.arrivals) - 2) if len(self.arrivals) > 2 else None
+        return (
+            (self.arrivals[-1] - self.arrivals[1]) / (self.tokens - 2) if self.tokens > 2 and len(self.arrivals) > 2 else None
+        )
 
     @property
     def total(self) -> float:
@@ -98,7 +100,7 @@ async def _compare(stack: Stack, settings: LocalSettings, console: Console) -> b
         for prompt in PROMPTS:
             plain, lane = await _ask(throughput, model, prompt), await _ask(latency, model, prompt)
             verdict = await compare(throughput, model, prompt, plain=plain.text, lane=lane.text)
-            right &= lane.lane == "latency" and verdict.right
+            right &= bool(plain.text) and lane.lane == "latency" and verdict.right
             _show(console, prompt, plain, lane, verdict)
             _add_figures(table, prompt, plain, lane)
         console.print(table)

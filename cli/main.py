@@ -127,8 +127,14 @@ def _run_local(context: typer.Context, module: str) -> None:
 
 
 def _run(settings: type[S], action: Callable[[S], int | None], context: typer.Context) -> None:
+    def logged(values: S) -> int | None:
+        from process.logging import configure_logging
+
+        configure_logging(settings.section, level=values.log_level, style=values.log_format)
+        return action(values)
+
     with _told_errors():
-        run_with_flags(settings, action, context.args, command=context.command_path, about=context.command.help or "")
+        run_with_flags(settings, logged, context.args, command=context.command_path, about=context.command.help or "")
 
 
 @contextmanager

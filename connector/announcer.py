@@ -7,7 +7,7 @@ import zmq
 from handoff.claim import Claim
 from handoff.messages import Abort, Final, encode
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own logger, so that its settings hold
 
 _MAX_PEERS = 1024
 

@@ -1,7 +1,6 @@
 """The worker side's sockets to daemons, and the handshake each begins with."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -28,7 +27,7 @@ from handoff.messages import (
 )
 from handoff.transport import Peer, Transport, TransportError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own logger, so that its settings hold
 
 Address = tuple[str, int]
 _LINGER_MS = 1000  # for the last message to get out
@@ -53,7 +52,7 @@ class Peers:
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         transport: Transport,
-        hello: Callable[[bytes], Hello],
+        hello: Hello,
         identity: bytes,
     ) -> None:
         self._context = context
@@ -145,7 +144,7 @@ class Peers:
     def _greet(self, link: Link) -> None:
         if not link.greeted:
             link.greeted = True
-            self._send(link, self._hello(self._transport.metadata()))
+            self._send(link, self._hello)
 
     def _send(self, link: Link, message: Hello | Begin | Sent | Stopped | Abort) -> None:
         try:

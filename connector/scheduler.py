@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own logger, so that its settings hold
 
 PROMPT_TAIL = 32  # ids a gateway's detokenizer is primed with; no tokenizer looks further back
 

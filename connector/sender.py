@@ -21,7 +21,7 @@ from handoff.claim import SignedClaim
 from handoff.messages import Abort, Hello, Sent, Stopped
 from handoff.transport import Progress, Region, Transport, TransportError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own logger, so that its settings hold
 
 _BUSY_POLL_S = 0.0002  # while writes are in flight; a block of SmolLM2 takes about as long
 _IDLE_POLL_MS = 1000
@@ -59,7 +59,7 @@ class Sender:
         *,
         transport: Transport,
         memory: CacheMemory,
-        hello: Callable[[bytes], Hello],
+        hello: Hello,
         identity: bytes,
         limits: SenderLimits,
         counters: Counters,
@@ -145,23 +145,26 @@ class Sender:
         poller.register(self._wake, zmq.POLLIN)
         try:
             while not self._stop:
-                busy = any(outgoing.busy for outgoing in self._outgoing.values())
-                events = dict(poller.poll(0 if busy else self._idle_ms()))
-                if busy and not events:
-                    time.sleep(_BUSY_POLL_S)  # a transfer has no file descriptor to wait on
-                if self._wake in events:
-                    os.eventfd_read(self._wake)
-                while not self._commands.empty():
-                    self._guard(self._commands.get_nowait())
-                for socket in self._peers.sync(poller):
-                    if socket in events:
-                        self._guard(lambda socket=socket: self._peers.receive(socket, self._outgoing))  # type: ignore[misc]
-                for outgoing in list(self._outgoing.values()):
-                    self._guard(lambda outgoing=outgoing: self._advance(outgoing))  # type: ignore[misc]
+                self._guard(lambda: self._turn(poller))
         finally:
             self._peers.close()
             self._transport.close()
             self._context.term()
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        busy = any(outgoing.busy for outgoing in self._outgoing.values())
+        events = dict(poller.poll(0 if busy else self._idle_ms()))
+        if busy and not events:
+            time.sleep(_BUSY_POLL_S)  # a transfer has no file descriptor to wait on
+        if self._wake in events:
+            os.eventfd_read(self._wake)
+        while not self._commands.empty():
+            self._guard(self._commands.get_nowait())
+        for socket in self._peers.sync(poller):
+            if socket in events:
+                self._guard(lambda socket=socket: self._peers.receive(socket, self._outgoing))  # type: ignore[misc]
+        for outgoing in list(self._outgoing.values()):
+            self._guard(lambda outgoing=outgoing: self._advance(outgoing))  # type: ignore[misc]
 
     def _idle_ms(self) -> int:
         deadlines = [outgoing.deadline for outgoing in self._outgoing.values() if outgoing.deadline is not None]

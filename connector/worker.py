@@ -23,7 +23,9 @@ from process.metrics import serve_metrics
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own logger, so that its settings hold
+
+_FENCE_S = 0.5  # vLLM's step waits for it, and with it every user
 
 
 class WorkerSide:
@@ -51,9 +53,7 @@ class WorkerSide:
         engine_id = uuid.uuid4().hex
         transport = NixlTransport(f"vllm-{rank}")
 
-        def hello(agent: bytes) -> Hello:
-            return Hello(PROTOCOL_VERSION, engine_id, rank, ranks, model, layout, transport.name, agent)
-
+        hello = Hello(PROTOCOL_VERSION, engine_id, rank, ranks, model, layout, transport.name)
         self._sender = Sender(
             transport=transport,
             memory=memory,
@@ -87,7 +87,7 @@ class WorkerSide:
         sender = self._require_sender()
         for request_id in preempted:
             sender.withdraw(request_id)
-        if not sender.wait_settled(preempted, self._settings.write_timeout_s + 1.0):
+        if not sender.wait_settled(preempted, _FENCE_S):
             logger.error("writes of %s did not end in time; their daemons will not use what arrives", sorted(preempted))
 
     def end_step(self, metadata: HandoffMetadata) -> None:

@@ -30,6 +30,8 @@ def model_card(
             min_p=generation.min_p,
             repetition_penalty=generation.repetition_penalty,
             max_tokens=generation.max_new_tokens,
+            presence_penalty=generation.presence_penalty,
+            frequency_penalty=generation.frequency_penalty,
         ),
     )
     card.fingerprint = hashlib.sha256(card.SerializeToString(deterministic=True)).hexdigest()[:16]

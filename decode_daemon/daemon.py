@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import grpc.aio
@@ -13,7 +13,7 @@ import torch
 from decode_daemon.card import model_card
 from decode_daemon.engine.generation import GenerationDefaults
 from decode_daemon.engine.loop import LlamaEngine
-from decode_daemon.engine.protocol import DecodeParams, Engine, EngineDescription, SamplingParams
+from decode_daemon.engine.protocol import DecodeParams, Engine, EngineDescription, EngineError, SamplingParams
 from decode_daemon.memory import LandingMemory
 from decode_daemon.metrics import DaemonMetrics
 from decode_daemon.receiver import Expectation, Receiver
@@ -25,9 +25,9 @@ from handoff.claim import ClaimKeys
 from handoff.decode_pb2_grpc import add_DecoderServicer_to_server
 from handoff.identity import model_digest
 from handoff.messages import ModelIdentity
-from handoff.transport import NixlTransport
+from handoff.transport import NixlTransport, TransportError
 from leases import Advertiser, LeasesUnavailable, LeaseTable, Node, SlotState, SlotView
-from process.errors import PortBusyError
+from process.errors import ConfigError, PortBusyError
 from process.metrics import serve_metrics
 from process.signals import StopSignal
 
@@ -47,10 +47,21 @@ _SERVER_OPTIONS = [
 
 async def serve(settings: DaemonSettings) -> None:
     """Run a daemon until SIGTERM or SIGINT, then let running requests finish."""
-    async with StopSignal() as stop, running(settings) as daemon:
+    async with StopSignal() as stop, _told(running(settings)) as daemon:
         log.info("daemon ready", node=daemon.node.node_id, decode=daemon.node.decode_endpoint, slots=daemon.node.slots)
         await stop.wait()
         log.info("draining", seconds=settings.drain_timeout_s)
+
+
+@asynccontextmanager
+async def _told(daemon: AbstractAsyncContextManager["Daemon"]) -> AsyncIterator["Daemon"]:
+    """What the user can mend is told without a traceback."""
+    async with AsyncExitStack() as stack:
+        try:
+            started = await stack.enter_async_context(daemon)
+        except (EngineError, TransportError, FileNotFoundError) as error:
+            raise ConfigError(str(error)) from error
+        yield started
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +131,10 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
         table = await stack.enter_async_context(
             LeaseTable(settings.redis_url, landing_ms=round(settings.unused_lease_s * 1000))
         )
-        advertiser = Advertiser(table, node, lambda: _views(slots, runner), lambda states: _raise_floors(slots, states))
+        beats = await stack.enter_async_context(
+            LeaseTable(settings.redis_url, landing_ms=round(settings.unused_lease_s * 1000))
+        )
+        advertiser = Advertiser(beats, node, lambda: _views(slots, runner), lambda states: _raise_floors(slots, states))
 
         async def free(slot: LandingSlot, epoch: int) -> None:
             # The heartbeat that follows says the same; this only says it a round trip earlier.
@@ -129,6 +143,7 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
 
         service = DecodeService(
             card=card,
+            keys=ClaimKeys(settings.signing_keys),
             slots=slots,
             runner=runner,
             metrics=metrics,

@@ -14,6 +14,7 @@ from decode_daemon.metrics import DaemonMetrics
 from decode_daemon.runner import EngineRunner
 from decode_daemon.slots import HandoffFailed, Landed, LandingSlot, Occupancy, SlotRefused
 from handoff import decode_pb2 as pb
+from handoff.claim import ClaimError, ClaimKeys, from_bytes
 from handoff.decode_pb2_grpc import DecoderServicer
 
 log = structlog.get_logger(__name__)
@@ -38,6 +39,7 @@ class DecodeService(DecoderServicer):
         self,
         *,
         card: pb.ModelCard,
+        keys: ClaimKeys,
         slots: list[LandingSlot],
         runner: EngineRunner,
         metrics: DaemonMetrics,
@@ -49,6 +51,7 @@ class DecodeService(DecoderServicer):
     ) -> None:
         """`freed` is told (slot, epoch) once a lease is over, `changed` whenever a slot's state changed."""
         self._card = card
+        self._keys = keys
         self._slots = slots
         self._runner = runner
         self._metrics = metrics
@@ -101,6 +104,12 @@ class DecodeService(DecoderServicer):
             raise SlotRefused("draining", "this daemon is shutting down")
         if request.slot >= len(self._slots):
             raise SlotRefused("no_such_slot", f"slot {request.slot} is not one of {len(self._slots)}")
+        try:
+            claim = self._keys.verify(from_bytes(request.claim))
+        except ClaimError as error:
+            raise SlotRefused("bad_claim", str(error)) from error
+        if (claim.handoff_id, claim.slot, claim.epoch) != (request.handoff_id, request.slot, request.epoch):
+            raise SlotRefused("bad_claim", f"the claim is for epoch {claim.epoch} of slot {claim.slot}")
         slot = self._slots[request.slot]
         return slot, slot.reserve(request.handoff_id, request.epoch)
 

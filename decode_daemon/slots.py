@@ -27,6 +27,9 @@ class HandoffFailed(Exception):  # noqa: N818 - as above
     """The KV cache will not arrive."""
 
 
+MAX_EPOCH = 2**53  # what the lease table's scripts can count to
+
+
 class SlotState(StrEnum):
     """A slot's life, as shown in metrics."""
 
@@ -135,6 +138,8 @@ class LandingSlot:
             raise SlotRefused("slot_busy", f"slot {self.index} is held by epoch {self._held.epoch}")
         if self._draining is not None:
             raise SlotRefused("slot_busy", f"writers of epoch {self._draining.epoch} still hold slot {self.index}")
+        if epoch > MAX_EPOCH:
+            raise SlotRefused("bad_claim", f"epoch {epoch} is above {MAX_EPOCH}")
         if epoch <= self._floor:
             raise SlotRefused("stale_epoch", f"epoch {epoch} of slot {self.index} is over: {self._floor} has been seen")
         self._floor = epoch  # while in use, `epoch_in_use` says so; afterwards the lease is over for good

@@ -12,6 +12,9 @@ from tokenizers import Tokenizer
 from gateway.decode_client import DecodeClient, DecodeFailed
 from handoff import decode_pb2 as pb
 
+_JSON_BYTES = 6  # "\u0041"
+_BODY_SLACK = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
@@ -23,6 +26,8 @@ class Defaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,14 @@ class Cards:
         self._timeout_s = timeout_s
         self._cards: dict[str, Card] = {}
         self._fetching: dict[str, asyncio.Task[Card]] = {}
+
+    def longest_body(self) -> int:
+        """Return the bytes of a request body above which no known model's context can hold the prompt.
+
+        A character takes at most six bytes of JSON, a token at most its longest one's characters; what is not prompt is small.
+        """
+        sizes = [card.context_tokens * card.longest_token * _JSON_BYTES for card in self._cards.values()]
+        return max(sizes, default=0) + _BODY_SLACK
 
     def get(self, fingerprint: str) -> Card | None:
         """Return a card that is here; None otherwise."""
@@ -92,6 +105,8 @@ def read_card(message: pb.ModelCard) -> Card:
             min_p=d.min_p if d.HasField("min_p") else None,
             repetition_penalty=d.repetition_penalty if d.HasField("repetition_penalty") else None,
             max_tokens=d.max_tokens if d.HasField("max_tokens") else None,
+            presence_penalty=d.presence_penalty if d.HasField("presence_penalty") else None,
+            frequency_penalty=d.frequency_penalty if d.HasField("frequency_penalty") else None,
         ),
         tokenizer=tokenizer,
         longest_token=max(map(len, tokenizer.get_vocab()), default=1),

@@ -25,7 +25,18 @@ _LONGEST_STREAM_S = 3600.0
 
 # What a daemon may say: the code becomes a metric's label, which no peer shall fill at will.
 _DAEMON_CODES = frozenset(
-    {"draining", "slot_busy", "stale_epoch", "no_such_slot", "timeout", "handoff_failed", "engine_failed"}
+    {
+        "bad_claim",
+        "draining",
+        "internal_error",
+        "reader_stalled",
+        "slot_busy",
+        "stale_epoch",
+        "no_such_slot",
+        "timeout",
+        "handoff_failed",
+        "engine_failed",
+    }
 )
 
 

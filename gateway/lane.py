@@ -20,7 +20,7 @@ from gateway.settings import GatewaySettings
 from gateway.slo import SloClass, Wish
 from gateway.upstream import Credentials, Upstream, UpstreamUnavailable
 from handoff import decode_pb2 as pb
-from handoff.claim import Claim, ClaimKeys, SignedClaim, new_handoff_id
+from handoff.claim import Claim, ClaimKeys, SignedClaim, new_handoff_id, to_bytes
 from leases import Grant, LeasesUnavailable, LeaseTable, NoSlot
 
 log = structlog.get_logger(__name__)
@@ -62,7 +62,7 @@ class Stages:
     def mark(self, stage: str) -> None:
         """End a stage that began where the last one ended."""
         now = time.perf_counter()
-        self.seconds[stage] = now - self._last
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
 
     def header(self) -> str:
@@ -122,6 +122,8 @@ class LatencyLane:
     async def decide(self, wish: Wish, raw: bytes, credentials: Credentials) -> Plain | Refusal | Prefill:
         """Decide on a chat completion. A Prefill holds a reserved slot: its stream must be read to its end or cancelled."""
         stages = Stages()
+        if len(raw) > self.parts.cards.longest_body():
+            return self._not_served(wish, _NO_SLOT[NoSlot.TOO_LARGE])  # parsing it would stall everybody's tokens
         try:
             body = Body(raw)
         except NotAnObject:
@@ -177,7 +179,11 @@ class LatencyLane:
         if isinstance(claimed, Unsupported):
             return claimed
         claim, stream = claimed
-        return Prefill(prefill_body(body, plan, claim), body, plan, card, stream, stages, credentials)
+        try:
+            return Prefill(prefill_body(body, plan, claim), body, plan, card, stream, stages, credentials)
+        except BaseException:
+            stream.cancel()
+            raise
 
     async def _tokens(self, body: Body, plan: Plan, card: Card, credentials: Credentials) -> int | Unsupported:
         """Return the tokens a slot must hold.
@@ -232,7 +238,7 @@ class LatencyLane:
             if grant.card != card.fingerprint:
                 return None  # the pool is being replaced; another node may have the card that was planned with
             stream = await self.parts.client.reserve(
-                grant.decode_endpoint, _decode_request(claim.claim, plan, card), self.parts.settings.reserve_timeout_s
+                grant.decode_endpoint, _decode_request(claim, plan, card), self.parts.settings.reserve_timeout_s
             )
             reserved = True
             return stream
@@ -277,8 +283,8 @@ class LatencyLane:
         )
 
 
-def _decode_request(claim: Claim, plan: Plan, card: Card) -> pb.DecodeRequest:
-    sampling = plan.sampling
+def _decode_request(signed: SignedClaim, plan: Plan, card: Card) -> pb.DecodeRequest:
+    claim, sampling = signed.claim, plan.sampling
     return pb.DecodeRequest(
         handoff_id=claim.handoff_id,
         slot=claim.slot,
@@ -289,4 +295,5 @@ def _decode_request(claim: Claim, plan: Plan, card: Card) -> pb.DecodeRequest:
         top_k=sampling.top_k,
         seed=sampling.seed,
         stop_token_ids=() if sampling.ignore_eos else card.stop_token_ids,
+        claim=to_bytes(signed),
     )

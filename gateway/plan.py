@@ -40,7 +40,12 @@ def make_plan(body: Body, card: Card) -> Plan | Unsupported:
     Expects a body that `why_not` has nothing against.
     """
     defaults = card.defaults
-    if defaults.min_p or defaults.repetition_penalty not in (None, 1.0):
+    if (
+        defaults.min_p
+        or defaults.presence_penalty
+        or defaults.frequency_penalty
+        or defaults.repetition_penalty not in (None, 1.0)
+    ):
         return Unsupported("model_defaults", "the model's generation defaults ask for what the latency lane does not serve")
     stop = body.get("stop")
     max_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or defaults.max_tokens

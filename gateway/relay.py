@@ -206,14 +206,17 @@ class Relay:
             raise DecodeFailed("protocol", f"daemon {stream.endpoint} landed a prompt of another length than vLLM's")
         progress.prompt = list(event.landed.prompt_token_ids)
         self._parts.metrics.stage_seconds.labels("handoff").observe(time.perf_counter() - progress.last)
-        position = 1
+        position, limit = 1, self._limit(prefill)
         while True:
-            event = await stream.read(settings.stall_timeout_s)
+            # Token 2 waits for the engine's turn: vLLM, with the prompt in its cache, is better than a long queue.
+            event = await stream.read(settings.queue_timeout_s if position == 1 else settings.stall_timeout_s)
             if event.WhichOneof("event") != "tokens" or event.tokens.position != position:
                 raise DecodeFailed("protocol", f"daemon {stream.endpoint} sent token {event.tokens.position}, not {position}")
             if event.tokens.finish not in _FINISH or not (event.tokens.ids or event.tokens.finish):
                 raise DecodeFailed("protocol", f"daemon {stream.endpoint} sent neither tokens nor a known finish")
             batch = Batch(tuple(event.tokens.ids), _FINISH[event.tokens.finish])
+            if position + len(batch.ids) > limit:
+                raise DecodeFailed("protocol", f"daemon {stream.endpoint} sent more than {limit} tokens")
             position += len(batch.ids)
             self._arrived()
             yield batch

@@ -25,6 +25,7 @@ class GatewaySettings(ProcessSettings):
     landing_timeout_s: float = Field(
         30.0, gt=0, description="From vLLM's answer to the daemon's word that the KV cache landed."
     )
+    queue_timeout_s: float = Field(2.0, gt=0, description="How long token 2 may wait for the daemon's other request.")
     stall_timeout_s: float = Field(
         30.0, gt=0, description="How long a daemon may take for one token before another way is taken."
     )

@@ -117,5 +117,18 @@ def from_params(params: object) -> SignedClaim | None:
         raise ClaimError(f"malformed claim: {error}") from error
 
 
+def to_bytes(signed: SignedClaim) -> bytes:
+    """Return the claim as it travels in a decode request."""
+    return msgspec.msgpack.encode(signed)
+
+
+def from_bytes(data: bytes) -> SignedClaim:
+    """Read what `to_bytes` wrote; raises ClaimError."""
+    try:
+        return msgspec.msgpack.decode(data, type=SignedClaim)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ClaimError(f"malformed claim: {error}") from error
+
+
 def _mac(key: bytes, claim: Claim) -> str:
     return hmac.new(key, claim.canonical(), hashlib.sha256).hexdigest()

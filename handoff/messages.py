@@ -20,7 +20,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What both legs must agree on before KV of one is of use to the other."""
 
     name: str  # served model name
-    weights: str  # digest of the configuration both loaded (see model_identity)
+    weights: str  # digest of the configuration both loaded (see handoff.identity)
     context_tokens: int
 
 
@@ -34,7 +34,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     model: ModelIdentity
     layout: KVLayout
     transport: str
-    agent: bytes
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

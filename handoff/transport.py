@@ -3,6 +3,7 @@
 A transfer is done when its bytes are visible in the target's memory, not when they have left this process.
 """
 
+import logging
 import threading
 import time
 import uuid
@@ -12,6 +13,9 @@ from enum import Enum
 from typing import Any, NewType, Protocol
 
 Peer = NewType("Peer", str)
+
+
+logger = logging.getLogger(__name__)
 
 
 class TransportError(Exception):
@@ -209,7 +213,11 @@ class NixlTransport:
 
     def _progress(self, agent: Any) -> None:
         while not self._closed:
-            agent.get_new_notifs()  # what NIXL calls progress: nothing of ours is notified this way
+            try:
+                agent.get_new_notifs()  # what NIXL calls progress: nothing of ours is notified this way
+            except Exception:
+                logger.exception("NIXL's progress failed; landing goes on where it can")
+                time.sleep(_IDLE_PERIOD_S)
             if self._attend() or time.monotonic() < self._hot_until:
                 time.sleep(_HOT_PERIOD_S)
             else:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+MAX_EPOCH = 2**53
+"""Lua's numbers are exact up to here; the table would never give out a higher one."""
+
 MAX_CAPACITY_TOKENS = 2**32 - 1
 """Capacities share a sorted-set score with the idle/busy band (`common.lua`), which leaves them 32 bits."""
 
@@ -43,6 +46,10 @@ class SlotView:
     floor: int  # highest epoch the daemon has seen or retired on this slot
     in_use: int | None  # epoch that holds the slot, from its reservation to its end; None: nobody holds it
     idle: bool  # of the whole node: no decode is running
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= MAX_EPOCH or not 0 <= (self.in_use or 0) <= MAX_EPOCH:
+            raise ValueError(f"slot {self.slot}: epochs lie in 0..{MAX_EPOCH}, not {self.floor} and {self.in_use}")
 
 
 @dataclass(frozen=True, slots=True)

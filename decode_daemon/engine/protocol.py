@@ -68,7 +68,7 @@ class Step:
 
 
 class Engine(Protocol):
-    """One sequence at a time. Not thread-safe: `inject` and `decode` are called from one thread."""
+    """One sequence at a time. Not thread-safe: `kv_target` (and filling it) and `decode` happen in one thread."""
 
     def describe(self) -> EngineDescription:
         """Return the loaded model's shape."""

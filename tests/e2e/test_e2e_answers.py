@@ -132,6 +132,22 @@ async def test_a_claim_of_a_clients_own_making_moves_nothing(lane: Lane) -> None
     assert await lane.ask(PROMPTS[0], latency=True, kv_transfer_params=forged) == expected
 
 
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b'{"model": x', 400), (b"[]", 400), (b'"text"', 400), (b'{"model": "no-such-model", "messages": []}', 404)],
+)
+async def test_bad_input_is_answered_as_vllm_answers_it_and_the_next_request_is_served(
+    lane: Lane, body: bytes, status: int
+) -> None:
+    headers = {"content-type": "application/json"}
+    plain = await lane.client.post("/chat/completions", content=body, headers=headers)
+    answer = await lane.client.post("/chat/completions", content=body, headers=headers | LATENCY)
+    assert (answer.status_code, answer.json()) == (plain.status_code, plain.json())
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == status
+    assert (await lane.ask(PROMPTS[0], latency=True, max_tokens=2)).finish_reason == "length"
+
+
 async def test_every_process_answers_prometheus(lane: Lane) -> None:
     await lane.ask(PROMPTS[0], latency=True, max_tokens=2)
     expected = {

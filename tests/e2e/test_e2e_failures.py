@@ -30,8 +30,15 @@ async def test_clients_that_leave_hold_nothing(lane: Lane, after: str) -> None:
                     if '"content":"' in text:
                         started.set()
 
+        calls = await lane.metric("extproc", "anchorleg_ext_proc_calls_total")
         reading = asyncio.create_task(read())
-        if after == "in prefill":
+        if after == "at once":
+
+            async def called(calls: float = calls) -> bool:
+                return await lane.metric("extproc", "anchorleg_ext_proc_calls_total") > calls
+
+            await until(called, "the gateway has the request")
+        elif after == "in prefill":
 
             async def landing() -> bool:
                 return await lane.state("landing") == 1

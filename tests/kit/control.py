@@ -43,7 +43,7 @@ class Voice:
 
     async def hello(self, **fields: object) -> ToConnector:
         """Introduce oneself as what the daemon expects, but for the given fields."""
-        return await self.ask(hello(b"", **fields))
+        return await self.ask(hello(**fields))
 
     async def hushed(self) -> None:
         """All that was said before has been handled, and nothing was answered but to this question."""

@@ -53,6 +53,11 @@ def signed(
     return keys.sign(Claim(new_handoff_id(), host, port, slot, number, int(time.time()) + life_s))
 
 
+def claim_for(handoff_id: str, slot: int, epoch: int) -> SignedClaim:
+    """A claim for any slot."""
+    return KEYS.sign(Claim(handoff_id, "127.0.0.1", 1, slot, epoch, int(time.time()) + 60))
+
+
 def claim_of(handoff_id: str, epoch: int) -> SignedClaim:
     """A claim on slot 0 for this handoff."""
     return KEYS.sign(Claim(handoff_id, "127.0.0.1", 1, 0, epoch, int(time.time()) + 60))
@@ -150,10 +155,10 @@ class Prefill:
         await comes_true(lambda: self.sender.settled(ids) == ids, within_s=within_s)
 
 
-def hello(agent: bytes, **fields: object) -> Hello:
+def hello(**fields: object) -> Hello:
     """The introduction of a worker that fits the daemon, but for the given fields."""
     fitting = {"protocol": PROTOCOL_VERSION, "rank": 0, "ranks": 1, "model": MODEL, "layout": LAYOUT, "transport": "nixl"}
-    return Hello(engine_id="engine", agent=agent, **fitting | fields)  # type: ignore[arg-type]
+    return Hello(engine_id="engine", **fitting | fields)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -178,7 +183,7 @@ def prefill(
     sender = Sender(
         transport=network or NixlTransport("prefill"),
         memory=CacheMemory(tuple(region(cache) for cache in caches), layout.block.block_bytes),
-        hello=lambda agent: hello(agent, **{"layout": layout} | fields),
+        hello=hello(**{"layout": layout} | fields),
         identity=uuid.uuid4().bytes,
         limits=SenderLimits(accept, write),
         counters=Counters(lambda size, _: sent.append(size), failed.append),

@@ -25,6 +25,7 @@ from leases import LeaseTable
 from tests.kit.valkey import ValkeyProcess
 
 SECRET = "a secret of the lane's tests"
+MESSAGE_TIMEOUT_S = 3
 LATENCY = {"x-slo-class": "latency"}
 
 
@@ -142,7 +143,7 @@ async def lane_stack(folder: Path, *, own_process: bool = False, **settings: Any
             vllm=[f"127.0.0.1:{vllm.port}"],
             extproc=f"127.0.0.1:{extproc_port}",
             buffer_limit_bytes=4 << 20,
-            message_timeout_s=3,
+            message_timeout_s=MESSAGE_TIMEOUT_S,
         )
         rendered, log = folder / "envoy.yaml", folder / "envoy.log"
         rendered.write_text(render(config))

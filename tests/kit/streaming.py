@@ -23,9 +23,22 @@ from decode_daemon.runner import EngineRunner, Timings
 from decode_daemon.server import DecodeService
 from decode_daemon.slots import LandingSlot, SlotState, Writer
 from handoff import decode_pb2 as pb
+from handoff.claim import to_bytes
 from handoff.decode_pb2_grpc import DecoderStub, add_DecoderServicer_to_server
 from handoff.messages import Sent
-from tests.kit.handoff import BLOCK, FIRST_TOKEN, LANDING_BYTES, LAYERS, LAYOUT, MODEL, claim_of, comes_true, final_of
+from tests.kit.handoff import (
+    BLOCK,
+    FIRST_TOKEN,
+    KEYS,
+    LANDING_BYTES,
+    LAYERS,
+    LAYOUT,
+    MODEL,
+    claim_for,
+    claim_of,
+    comes_true,
+    final_of,
+)
 
 TOKENS = 10
 CARD = pb.ModelCard(model="tiny", context_tokens=MODEL.context_tokens, fingerprint="f")
@@ -114,7 +127,13 @@ class Server:
     def decode(self, slot: int = 0, *, epoch: int | None = None, **fields: Any) -> Any:
         self.epochs = self.epochs + 1 if epoch is None else epoch
         return self.stub.Decode(
-            pb.DecodeRequest(handoff_id=f"h{self.epochs}", slot=slot, epoch=self.epochs, **{"max_tokens": 50} | fields)
+            pb.DecodeRequest(
+                handoff_id=f"h{self.epochs}",
+                slot=slot,
+                epoch=self.epochs,
+                claim=to_bytes(claim_for(f"h{self.epochs}", slot, self.epochs)),
+                **{"max_tokens": 50} | fields,
+            )
         )
 
     def land(self, slot: int = 0, *, finished: bool = False, tokens: int = TOKENS) -> torch.Tensor:
@@ -179,6 +198,7 @@ async def serving() -> AsyncIterator[Serve]:
 
         service = DecodeService(
             card=CARD,
+            keys=KEYS,
             slots=slots,
             runner=runner,
             metrics=metrics,

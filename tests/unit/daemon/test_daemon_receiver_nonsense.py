@@ -35,7 +35,7 @@ GARBAGE = [
     b"\xc1",
     b"\x91" * 100_000,
     encode(Welcome(1, "x", b"")),
-    encode(hello(b"")) + b"x",
+    encode(hello()) + b"x",
     encode(Begin(signed(), 1))[:-3],
 ]
 

@@ -21,7 +21,7 @@ from decode_daemon.engine.loop import LlamaEngine
 from decode_daemon.engine.protocol import DecodeParams, SamplingParams
 from decode_daemon.settings import DaemonSettings
 from handoff import decode_pb2 as pb
-from handoff.claim import Claim, ClaimKeys, SignedClaim
+from handoff.claim import Claim, ClaimKeys, SignedClaim, to_bytes
 from handoff.decode_pb2_grpc import DecoderStub
 from handoff.identity import model_digest
 from handoff.layout import BlockLayout, Digit, KindLayout, KVLayout
@@ -123,7 +123,13 @@ class Lane:
     def decode(self, grant: Grant, **fields: Any) -> Any:
         wishes = {"max_tokens": 20, "temperature": 0.0, "top_p": 1.0} | fields
         return self.stub.Decode(
-            pb.DecodeRequest(handoff_id=f"handoff-{grant.epoch}", slot=grant.slot, epoch=grant.epoch, **wishes)
+            pb.DecodeRequest(
+                handoff_id=f"handoff-{grant.epoch}",
+                slot=grant.slot,
+                epoch=grant.epoch,
+                claim=to_bytes(self.claim(grant)),
+                **wishes,
+            )
         )
 
     async def hand_over(self, grant: Grant, reference: Reference) -> None:
@@ -255,7 +261,8 @@ async def test_stopping_does_not_wait_longer_than_it_was_told(
     async with AsyncExitStack() as stack:
         daemon = await stack.enter_async_context(running(settings(model_dir, valkey, drain_timeout_s=0.1)))
         async with grpc.aio.insecure_channel(daemon.node.decode_endpoint) as channel:
-            call = DecoderStub(channel).Decode(pb.DecodeRequest(handoff_id="h", slot=0, epoch=2**40))
+            claim = ClaimKeys([SECRET.encode()]).sign(Claim("h", "127.0.0.1", 1, 0, 2**40, 2**40))
+            call = DecoderStub(channel).Decode(pb.DecodeRequest(handoff_id="h", slot=0, epoch=2**40, claim=to_bytes(claim)))
             await read(call, "reserved")
             await asyncio.wait_for(stack.aclose(), 3)
             with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):

@@ -28,7 +28,7 @@ from tests.kit.handoff import LAYOUT, MODEL, signed
 
 CLAIM = signed()
 TO_DAEMON: list[ToDaemon] = [
-    Hello(1, "engine", 0, 1, MODEL, LAYOUT, "nixl", b"\x00agent\xff"),
+    Hello(1, "engine", 0, 1, MODEL, LAYOUT, "nixl"),
     Begin(CLAIM, 10),
     Sent("id", 3, 10, 3, 4608),
     Final(CLAIM, b"\x01\x00\x00\x00", 7, finished=True),
