@@ -36,6 +36,10 @@ async def compare(client: AsyncOpenAI, model: str, prompt: str, *, plain: str, l
     gaps = [_gap(position, token) for position, token in zip(positions, said, strict=True)]
     worst, ties = max(gaps), sum(gap > 0 for gap in gaps)
     where = f"The texts differ; of the lane's {len(said)} tokens vLLM would have chosen {len(said) - ties} itself"
+    if not ties:
+        return Verdict(
+            True, f"The texts differ; each of the lane's {len(said)} tokens is vLLM's own choice when it is asked anew."
+        )
     if worst > MAX_GAP:
         return Verdict(False, f"{where}, and one of the others is {worst:.2f} nats less likely than its own choice.")
     return Verdict(True, f"{where}, and the others are near-ties, {worst:.3f} nats behind its own choice at the most.")

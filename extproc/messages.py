@@ -46,7 +46,10 @@ def body_untouched(metadata: Mapping[str, str | bool]) -> pb.ProcessingResponse:
 def body_replaced(body: bytes, metadata: Mapping[str, str | bool]) -> pb.ProcessingResponse:
     """Answer the request body: this one goes on instead. Envoy refuses another length without a content-length to match."""
     common = pb.CommonResponse(
-        header_mutation=pb.HeaderMutation(set_headers=_options({"content-length": str(len(body))})),
+        # The answer is read here: it must not come compressed.
+        header_mutation=pb.HeaderMutation(
+            set_headers=_options({"content-length": str(len(body)), "accept-encoding": "identity"})
+        ),
         body_mutation=pb.BodyMutation(body=body),
     )
     return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common), dynamic_metadata=_metadata(metadata))
@@ -74,6 +77,8 @@ def response_headers(headers: Mapping[str, str], status: int | None = None) -> p
     if status is not None:
         values[":status"] = str(status)
     mutation = pb.HeaderMutation(set_headers=_options(values))
+    # What described vLLM's body does not describe this one.
+    mutation.remove_headers.extend(["content-encoding", "etag", "content-md5"])
     if "content-length" not in headers:
         mutation.remove_headers.append("content-length")
     return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation)))

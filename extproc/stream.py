@@ -9,7 +9,7 @@ import grpc.aio
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from extproc import messages
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, UpstreamFailed
 from gateway.lane import LatencyLane, Plain, Prefill, Refusal
 from gateway.relay import Relay
 from gateway.slo import Lane, Wish, read_wish
@@ -32,6 +32,7 @@ class ProtocolError(Exception):
     """Envoy sent what its configuration does not allow for: the call ends, and Envoy fails the request open or resets it."""
 
 
+_LONGEST_PREFILL_ANSWER = 16 << 20  # one token; vLLM may be asked to put a long prompt's text beside it
 _NOTHING = pb.ProcessingResponse()
 """The return value of a call that Envoy has ended already: nobody reads it."""
 
@@ -118,7 +119,13 @@ class ExtProcStream:
         if not prefill.plan.stream:
             # The status is sent when the whole answer is known, so that a failure until then has a status of its own.
             await self._wire.write(messages.more_time(self._lane.parts.settings.generation_timeout_s))
-        collected = (b"", messages.body_chunk(b"", last=True)) if ended else await self._collect()
+        if ended:
+            # An answer without a body is one that no body can be given to any more.
+            relay.outcome = "failed"
+            return messages.immediate(
+                UpstreamFailed("vLLM's answer has no body", code="bad_prefill_answer"), {"lane": "latency"}
+            )
+        collected = await self._collect()
         if collected is None:
             return _NOTHING
         body, end = collected
@@ -154,6 +161,7 @@ class ExtProcStream:
     async def _collect(self) -> tuple[bytes, pb.ProcessingResponse] | None:
         """Return the whole response body and the message that must end its answer; None when Envoy ended the call instead."""
         parts: list[bytes] = []
+        size = 0
         while True:
             message = await self._wire.read()
             if message is grpc.aio.EOF:
@@ -161,6 +169,9 @@ class ExtProcStream:
             if message.WhichOneof("request") == "response_trailers":
                 return b"".join(parts), messages.trailers_passed()
             body = _content(message, "response_body")
+            size += len(body.body)
+            if size > _LONGEST_PREFILL_ANSWER:
+                raise ProtocolError(f"vLLM's answer to the prefill leg is longer than {_LONGEST_PREFILL_ANSWER} bytes")
             parts.append(body.body)
             if body.end_of_stream:
                 return b"".join(parts), messages.body_chunk(b"", last=True)

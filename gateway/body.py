@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]  # not in typeshed
 from typing import Any
 
+_MAX_MEMBERS = 256  # vLLM knows some sixty fields; counting a million would stall everybody's tokens
 _SPACE = re.compile(r"[ \t\n\r]*")
 _scan_value = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # not in typeshed
 
@@ -75,6 +76,8 @@ def _members(text: str) -> list[Member]:
             raise NotAnObject(f"a colon is missing at {position}")
         value, end = _scan_value(text, _skip(text, position + 1))
         members.append(Member(key, value, start, end))
+        if len(members) > _MAX_MEMBERS:
+            raise NotAnObject(f"more than {_MAX_MEMBERS} members")
         position = _skip(text, end)
         separator = text[position : position + 1]
         if separator == "}":

@@ -40,6 +40,7 @@ class Card:
     stop_token_ids: tuple[int, ...]
     defaults: Defaults
     tokenizer: Tokenizer
+    vocab_size: int
     longest_token: int  # characters; so many tokens at least, for so many characters
 
 
@@ -109,5 +110,6 @@ def read_card(message: pb.ModelCard) -> Card:
             frequency_penalty=d.frequency_penalty if d.HasField("frequency_penalty") else None,
         ),
         tokenizer=tokenizer,
+        vocab_size=tokenizer.get_vocab_size(),
         longest_token=max(map(len, tokenizer.get_vocab()), default=1),
     )

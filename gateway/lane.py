@@ -122,12 +122,13 @@ class LatencyLane:
     async def decide(self, wish: Wish, raw: bytes, credentials: Credentials) -> Plain | Refusal | Prefill:
         """Decide on a chat completion. A Prefill holds a reserved slot: its stream must be read to its end or cancelled."""
         stages = Stages()
-        if len(raw) > self.parts.cards.longest_body():
+        if len(raw) > min(self.parts.cards.longest_body(), self.parts.settings.longest_body_bytes):
             return self._not_served(wish, _NO_SLOT[NoSlot.TOO_LARGE])  # parsing it would stall everybody's tokens
         try:
             body = Body(raw)
         except NotAnObject:
-            return Plain("invalid_json")  # vLLM says what is wrong with it
+            # vLLM says what is wrong with it.
+            return self._not_served(wish, Unsupported("invalid_json", "the body is no JSON object in UTF-8"))
         try:
             outcome = await self._prepare(body, stages, credentials)
         except LeasesUnavailable as error:

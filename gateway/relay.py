@@ -215,6 +215,8 @@ class Relay:
             if event.tokens.finish not in _FINISH or not (event.tokens.ids or event.tokens.finish):
                 raise DecodeFailed("protocol", f"daemon {stream.endpoint} sent neither tokens nor a known finish")
             batch = Batch(tuple(event.tokens.ids), _FINISH[event.tokens.finish])
+            if not self._plausible(batch):
+                raise DecodeFailed("protocol", f"daemon {stream.endpoint} sent an unknown token, or a stop where none is")
             if position + len(batch.ids) > limit:
                 raise DecodeFailed("protocol", f"daemon {stream.endpoint} sent more than {limit} tokens")
             position += len(batch.ids)
@@ -222,6 +224,18 @@ class Relay:
             yield batch
             if batch.finish is not None:
                 return
+
+    def _plausible(self, batch: Batch) -> bool:
+        """Whether a batch is one that this model can end, or go on, with."""
+        card, stops = self._prefill.card, set(self._prefill.card.stop_token_ids)
+        if any(token >= card.vocab_size for token in batch.ids):
+            return False
+        if self._prefill.plan.sampling.ignore_eos:
+            return batch.finish != "stop"
+        before, last = batch.ids[:-1], batch.ids[-1:]
+        if batch.finish == "stop":
+            return bool(last) and last[0] in stops and not stops.intersection(before)
+        return not stops.intersection(batch.ids)
 
     def _arrived(self) -> None:
         now = time.perf_counter()

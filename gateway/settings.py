@@ -32,5 +32,8 @@ class GatewaySettings(ProcessSettings):
     resume_timeout_s: float = Field(60.0, gt=0, description="How long vLLM may take for one token of a resumed answer.")
     tokenize_timeout_s: float = Field(4.0, gt=0, description="How long vLLM may take to count a prompt; below Envoy's limit.")
     generation_timeout_s: int = Field(3600, ge=1, description="How long a whole non-streaming answer may take.")
+    longest_body_bytes: int = Field(
+        8 << 20, ge=1 << 16, description="Longest request body that the lane looks into; a longer one goes to plain vLLM."
+    )
     template_tokens: int = Field(512, ge=0, description="Most tokens that a chat template adds to a prompt's bytes.")
     drain_timeout_s: float = Field(60.0, ge=0, description="On SIGTERM: how long running streams may go on.")

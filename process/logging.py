@@ -8,6 +8,7 @@ import sys
 from typing import Literal, TextIO
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 
 
 def configure_logging(
@@ -33,9 +34,7 @@ def configure_logging(
         _name_process(process),
     ]
     renderer: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=out.isatty())]
-        if console
-        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        [structlog.dev.ConsoleRenderer(colors=out.isatty())] if console else [_tracebacks, structlog.processors.JSONRenderer()]
     )
     handler = logging.StreamHandler(out)
     handler.setFormatter(
@@ -58,6 +57,10 @@ def configure_logging(
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
+
+
+# Without local variables: they hold clients' prompts and credentials.
+_tracebacks = structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False))
 
 
 def _name_process(process: str) -> structlog.typing.Processor:

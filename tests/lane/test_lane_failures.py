@@ -73,6 +73,20 @@ async def test_ext_proc_lost_in_mid_stream_breaks_the_transfer(breakable_lane: L
     await lane.all_free()
 
 
+async def test_ext_proc_lost_while_a_whole_answer_is_decoded_is_an_error_in_openais_form(breakable_lane: LaneStack) -> None:
+    lane = breakable_lane
+    lane.daemon.script.hang_after = 2
+    request = asyncio.create_task(lane.post(chat()))
+    await until(lambda: bool(lane.daemon.requests and lane.vllm.requests), "both legs have the request")
+    await asyncio.wait([request], timeout=0.5)  # vLLM's answer is with ext_proc by then
+    assert lane.extproc is not None
+    lane.extproc.kill()
+    answer = await request
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "lane_lost"
+    await lane.all_free()
+
+
 async def test_redis_lost_in_mid_stream_costs_running_streams_nothing_and_new_ones_the_lane(breakable_lane: LaneStack) -> None:
     lane = breakable_lane
     lane.daemon.script.interval_s = 0.3

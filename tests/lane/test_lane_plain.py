@@ -104,3 +104,10 @@ async def test_other_paths_pass_with_the_header(lane: LaneStack) -> None:
         answer = await lane.client.request(method, path, headers=LATENCY)
         assert answer.headers["x-slo-reason"] == "unsupported_path"
         assert answer.status_code < 500
+
+
+async def test_what_envoy_refuses_before_it_has_chosen_a_route_reaches_the_client(lane: LaneStack) -> None:
+    calls = lane.counted("anchorleg_ext_proc_calls_total")
+    answer = await lane.client.get("/health", headers={"x-long": "x" * 70_000})
+    assert answer.status_code == 431
+    assert lane.counted("anchorleg_ext_proc_calls_total") == calls

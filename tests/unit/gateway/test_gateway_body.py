@@ -219,8 +219,14 @@ def test_a_megabyte_is_walked_over_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert walked <= len(raw)
 
 
+def test_a_body_of_a_thousand_members_is_not_looked_into() -> None:
+    raw = b"{" + b",".join(b'"k%d":0' % n for n in range(1000)) + b"}"
+    with pytest.raises(NotAnObject, match="more than 256 members"):
+        Body(raw)
+
+
 def test_work_grows_with_the_number_of_members_and_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = json.dumps({f"k{n}": n for n in range(50_000)}).encode()
+    raw = json.dumps({f"k{n}": n for n in range(250)}).encode()
     calls, walked = count_scans(monkeypatch, raw)
-    assert calls == 100_000
+    assert calls == 500
     assert walked <= len(raw)

@@ -122,10 +122,16 @@ async def test_ignore_eos_leaves_the_daemon_no_stop_tokens(redis_url: str, vllm:
         decision.stream.cancel()
 
 
-@pytest.mark.parametrize("wish", [ALLOW, DENY])
-async def test_a_body_that_is_no_object_is_vllms_to_refuse(lane: Rig, wish: Wish) -> None:
-    for raw in (b"", b"[]", b"{", b"\xff", b"[" * 100_000):
-        assert await lane.lane.decide(wish, raw, CREDENTIALS) == Plain("invalid_json")
+async def test_a_body_that_is_no_object_is_vllms_to_refuse(lane: Rig) -> None:
+    for raw in (b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"\xef\xbb\xbf{}"):
+        assert await lane.lane.decide(ALLOW, raw, CREDENTIALS) == Plain("invalid_json")
+        refused = await lane.lane.decide(DENY, raw, CREDENTIALS)
+        assert isinstance(refused, Refusal)
+        assert refused.error.status == 400
+
+
+async def test_a_body_longer_than_any_context_is_not_looked_into(lane: Rig) -> None:
+    assert await lane.lane.decide(ALLOW, b"[" * (9 << 20), CREDENTIALS) == Plain("too_long")
 
 
 async def test_a_field_that_is_not_served_falls_back_or_is_refused_by_name(lane: Rig) -> None:
