@@ -46,6 +46,8 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -58,6 +60,8 @@ def configure_logging(
         cache_logger_on_first_use=False,
     )
 
+
+_CHATTY = ("httpx", "httpx2", "httpcore", "httpcore2")  # a line for each request
 
 # Without local variables: they hold clients' prompts and credentials.
 _tracebacks = structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False))
