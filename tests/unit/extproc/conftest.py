@@ -30,16 +30,6 @@ def _no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
-@pytest.fixture(scope="session")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
-    process = ValkeyProcess(tmp_path_factory.mktemp("valkey"))
-    try:
-        process.start()
-        yield process
-    finally:
-        process.stop()
-
-
 @pytest.fixture
 async def stage(valkey: ValkeyProcess) -> AsyncIterator[Stage]:
     async with Redis.from_url(valkey.url) as client:
