@@ -160,6 +160,7 @@ class ScriptedDaemon(DecoderServicer):
     _running: dict[int, int] = field(default_factory=dict)  # slot: epoch
     _floors: dict[int, int] = field(default_factory=dict)
     _table: LeaseTable | None = None
+    _streams: set[asyncio.Task[Any]] = field(default_factory=set)
     _freeing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.ModelCard:  # noqa: N802 - gRPC's name
@@ -167,6 +168,10 @@ class ScriptedDaemon(DecoderServicer):
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         self.requests.append(request)
+        stream = asyncio.current_task()
+        assert stream is not None
+        self._streams.add(stream)
+        stream.add_done_callback(self._streams.discard)
         self._running[request.slot] = self._floors[request.slot] = request.epoch
         try:
             for step in self.script:
@@ -202,11 +207,14 @@ class ScriptedDaemon(DecoderServicer):
             yield self
         finally:
             await server.stop(None)
+            # What streams do as they end uses the lease table: none may outlive this.
+            await asyncio.wait_for(asyncio.gather(*self._streams, return_exceptions=True), 10)
+            await asyncio.wait_for(asyncio.gather(*self._freeing), 10)
 
     @asynccontextmanager
     async def registered(self, url: str, *, landing_ms: int = 60_000) -> AsyncIterator["ScriptedDaemon"]:
         """Listen, and stay in the lease table."""
-        async with self.serving(), LeaseTable(url, ttl_ms=600, landing_ms=landing_ms, timeout_s=5) as table:
+        async with LeaseTable(url, ttl_ms=600, landing_ms=landing_ms, timeout_s=5) as table, self.serving():
             self.node = Node(
                 node_id=uuid.uuid4().hex,
                 model=MODEL,
@@ -221,7 +229,6 @@ class ScriptedDaemon(DecoderServicer):
             async with Advertiser(table, self.node, self._views, lambda _: listed.set()):
                 await asyncio.wait_for(listed.wait(), 10)
                 yield self
-                await asyncio.gather(*self._freeing)
 
     def _views(self) -> list[SlotView]:
         return [
