@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from handoff import decode_pb2 as pb
 from handoff.claim import CLAIM_KEY
 from handoff.decode_pb2_grpc import DecoderServicer, add_DecoderServicer_to_server
-from leases import Advertiser, LeasesUnavailable, LeaseTable, Node, SlotView
+from leases import Advertiser, LeasesUnavailable, LeaseTable, Node, NodeStatus, SlotView
 
 MODEL = "fake"
 END = 256
@@ -28,6 +28,11 @@ PROMPT_IDS = tuple(b"the prompt")
 STAMP_TICKS = 1 << 16  # a stamp is the time of sending in ticks, modulo 0.66 s: short enough to be one token
 STAMP_TICK_NS = 10_000
 _MAX_BODY = 256 << 20
+
+
+def card_name(context_tokens: int) -> str:
+    """Return the fingerprint of a fake daemon's card."""
+    return f"fake-{context_tokens}"
 
 
 def stamp_text(ticks: int) -> str:
@@ -224,6 +229,8 @@ class FakeDaemon:
     requests: list[pb.DecodeRequest] = field(default_factory=list)
     remember: bool = True
     cancelled: int = 0
+    served: int = 0  # requests that held a slot and have ended
+    draining: bool = False
     floors: list[int] = field(default_factory=list)
     in_use: list[int | None] = field(default_factory=list)
     node: Node | None = None
@@ -240,7 +247,7 @@ class FakeDaemon:
             context_tokens=self.context_tokens,
             tokenizer=byte_tokenizer().to_str().encode(),
             stop_token_ids=[END],
-            fingerprint=f"fake-{self.context_tokens}",
+            fingerprint=card_name(self.context_tokens),
         )
         async with AsyncExitStack() as stack:
             server = grpc.aio.server()
@@ -260,13 +267,20 @@ class FakeDaemon:
                 slots=self.slots,
             )
             self._advertiser = await stack.enter_async_context(
-                Advertiser(self._table, self.node, self._views, lambda states: None)
+                Advertiser(self._table, self.node, self._look, lambda states: None)
             )
             yield self
 
-    def _views(self) -> list[SlotView]:
-        idle = not any(self.in_use)
-        return [SlotView(slot, self.floors[slot], self.in_use[slot], idle) for slot in range(self.slots)]
+    def drain(self) -> None:
+        """Tell the table to give out no slot of this daemon any more; what runs goes on."""
+        assert self._advertiser is not None, "a daemon drains within running()"
+        self.draining = True
+        self._advertiser.kick()
+
+    def _look(self) -> tuple[NodeStatus, list[SlotView]]:
+        status = NodeStatus(idle=not any(self.in_use), draining=self.draining, served=self.served)
+        states = ["decoding" if epoch else "free" for epoch in self.in_use]
+        return status, [SlotView(slot, self.floors[slot], self.in_use[slot], states[slot]) for slot in range(self.slots)]
 
     async def serve(self, request: pb.DecodeRequest, write: Callable[[pb.DecodeEvent], Any]) -> None:
         """Serve one stream as scripted."""
@@ -288,6 +302,7 @@ class FakeDaemon:
             raise
         finally:
             self.in_use[request.slot] = None
+            self.served += 1
             self._advertiser.kick()
             await asyncio.shield(self._release(request.slot, request.epoch))
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -23,7 +22,17 @@ from typing import Any
 
 import psutil
 
-from benchmarks.fakes import END, MODEL, STAMP_TICK_NS, STAMP_TICKS, DaemonScript, VllmScript, serve_daemon, serve_vllm
+from benchmarks.fakes import (
+    END,
+    MODEL,
+    STAMP_TICK_NS,
+    STAMP_TICKS,
+    DaemonScript,
+    VllmScript,
+    card_name,
+    serve_daemon,
+    serve_vllm,
+)
 from benchmarks.report import Measure
 from benchmarks.wire import LATENCY, Received, ask, chat, request_bytes
 from cli.envoy import EnvoyConfig, render
@@ -31,7 +40,7 @@ from cli.ports import free_ports
 from cli.programs import find_program
 from gateway.decode_client import DecodeClient
 from handoff import decode_pb2 as pb
-from leases import Grant, LeasesUnavailable, LeaseTable
+from leases import Grant, LeasesUnavailable, LeaseTable, SlotRequest
 
 _SECRET = "a secret of the benchmark's own"
 _SLOTS = 64
@@ -97,7 +106,7 @@ async def _first_token_and_tokens(bench: Bench, count: int) -> list[Measure]:
 async def _read_daemon(bench: Bench) -> list[float]:
     """Lease a slot and read the daemon's stream without gateway and Envoy."""
     async with LeaseTable(bench.redis_url) as table, DecodeClient() as client:
-        grant = await table.acquire(MODEL, 1, uuid.uuid4().hex, 10_000)
+        grant = await table.acquire(SlotRequest(pool=MODEL, card=card_name(_CONTEXT), tokens=1, lease_ms=10_000))
         assert isinstance(grant, Grant), grant
         request = pb.DecodeRequest(handoff_id="direct", slot=grant.slot, epoch=grant.epoch, max_tokens=2000)
         stream = await client.reserve(grant.decode_endpoint, request, 5.0)

@@ -104,6 +104,37 @@ def model(
 
 
 @app.command()
+def slots(
+    model: Annotated[str | None, typer.Option(help="Only this model's pool.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document; repeated, one line each time.")] = False,
+    watch: Annotated[
+        bool | None,
+        typer.Option(
+            "--watch/--once", help="Repeat it until Ctrl-C; by default on a terminal, unless it is JSON.", show_default=False
+        ),
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    redis_url: Annotated[str | None, typer.Option(help="The Redis that holds the lease table.")] = None,
+    config: Annotated[Path | None, typer.Option(help="One TOML file with settings.")] = None,
+) -> None:
+    """Show who holds which slot and who waits: live on a terminal, once elsewhere."""
+    from rich.console import Console
+
+    from cli.settings import LocalSettings
+    from cli.slots import WIDE, Wanted, show
+
+    with _told_errors():
+        url = LocalSettings.load(config=config, redis_url=redis_url).redis_url
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=WIDE)
+        repeated = console.is_terminal and not as_json if watch is None else watch
+        wanted = Wanted(url=url, model=model, as_json=as_json, interval_s=interval if repeated else None)
+        status = show(wanted, console)
+    raise typer.Exit(status)
+
+
+@app.command()
 def ready(checks: Annotated[list[str], typer.Argument(help="http://, redis:// or tcp:// URLs.")]) -> None:
     """Exit with status 0 when every check passes, else say which does not: for health checks of containers."""
     from cli.ready import why_not_ready

@@ -1,6 +1,7 @@
 """One decode daemon: engine, landing slots, control socket, token stream and heartbeat, started and stopped in order."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
@@ -16,6 +17,8 @@ from decode_daemon.engine.loop import LlamaEngine
 from decode_daemon.engine.protocol import DecodeParams, Engine, EngineDescription, EngineError, SamplingParams
 from decode_daemon.memory import LandingMemory
 from decode_daemon.metrics import DaemonMetrics
+from decode_daemon.pace import Pace
+from decode_daemon.presence import Presence
 from decode_daemon.receiver import Expectation, Receiver
 from decode_daemon.runner import EngineRunner, Timings
 from decode_daemon.server import DecodeService
@@ -26,7 +29,7 @@ from handoff.decode_pb2_grpc import add_DecoderServicer_to_server
 from handoff.identity import model_digest
 from handoff.messages import ModelIdentity
 from handoff.transport import NixlTransport, TransportError
-from leases import Advertiser, LeasesUnavailable, LeaseTable, Node, SlotState, SlotView
+from leases import Advertiser, LeasesUnavailable, LeaseTable, Node
 from process.errors import ConfigError, PortBusyError
 from process.metrics import serve_metrics
 from process.signals import StopSignal
@@ -35,6 +38,10 @@ log = structlog.get_logger(__name__)
 
 _PAD_TOKENS = 256  # the largest block size in use: a landing region holds whole blocks
 _WARM_UP_TOKENS = 8
+# How long a drain waits for the holder of a lease that was granted before it began. A gateway reserves right after its grant,
+# and one that was handed a slot while it waited fetches that within a second (`LeaseTable`).
+_LATECOMERS_S = 2.0
+_FAREWELL_S = 1.0  # for the last message of a stream that is cut
 
 _SERVER_OPTIONS = [
     ("grpc.max_send_message_length", -1),  # a tokenizer.json can be tens of megabytes
@@ -71,6 +78,7 @@ class Daemon:
     node: Node
     slots: list[LandingSlot]
     service: DecodeService
+    presence: Presence
     metrics: DaemonMetrics
     metrics_port: int
 
@@ -79,10 +87,15 @@ class Daemon:
 async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
     """Start a daemon; on leaving, drain and stop it.
 
+    The drain: the table gives out none of the slots any more, while heartbeats go on and keep the leases that run. What is
+    running or landing finishes, `drain_timeout_s` at the most; what is left then is cut with an error. The node leaves the
+    table last.
+
     Raises ConfigError, EngineError, FileNotFoundError, TransportError or PortBusyError, each naming what and the way out.
     """
     torch.set_num_threads(settings.threads or torch.get_num_threads())
-    engine = await asyncio.to_thread(_load, settings)
+    pace = Pace()
+    engine = await asyncio.to_thread(_load, settings, pace)
     shape = engine.describe()
     generation = GenerationDefaults.read(settings.model_dir)
     identity = ModelIdentity(settings.served_model_name, model_digest(settings.model_dir), settings.context_tokens)
@@ -113,7 +126,12 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
         slots += [LandingSlot(i, LandingMemory(transport, length), receiver.send) for i in range(settings.slots)]
         receiver.start(slots)
         metrics.watch(slots)
-        runner = EngineRunner(engine, Timings(metrics.convert_seconds.observe, lambda s, _: metrics.step_seconds.observe(s)))
+
+        def step(seconds: float, tokens: int) -> None:
+            metrics.step_seconds.observe(seconds)
+            pace.observe(seconds, tokens)
+
+        runner = EngineRunner(engine, Timings(metrics.convert_seconds.observe, step))
         stack.callback(runner.close)
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         decode_port = _bind(server, settings.host, settings.decode_port)
@@ -134,7 +152,6 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
         beats = await stack.enter_async_context(
             LeaseTable(settings.redis_url, landing_ms=round(settings.unused_lease_s * 1000))
         )
-        advertiser = Advertiser(beats, node, lambda: _views(slots, runner), lambda states: _raise_floors(slots, states))
 
         async def free(slot: LandingSlot, epoch: int) -> None:
             # The heartbeat that follows says the same; this only says it a round trip earlier.
@@ -148,27 +165,39 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
             runner=runner,
             metrics=metrics,
             freed=free,
-            changed=advertiser.kick,
+            changed=lambda: advertiser.kick(),
             landing_timeout=settings.landing_timeout_s,
             writer_grace=settings.writer_grace_s,
             reader_grace=settings.reader_grace_s,
         )
         add_DecoderServicer_to_server(service, server)
+        presence = Presence(slots, runner, pace, service)
+        metrics.report(presence.status)
+        advertiser = Advertiser(beats, node, presence.look, presence.hear)
         await server.start()
-        stack.push_async_callback(server.stop, None)
-        advertiser.start()
-        try:
-            yield Daemon(node, slots, service, metrics, metrics_port)
-        finally:
-            service.draining = True
-            try:
-                await advertiser.aclose()
-            finally:
-                await server.stop(settings.drain_timeout_s)
+        await stack.enter_async_context(advertiser)
+        stack.push_async_callback(service.settle)
+        stack.push_async_callback(server.stop, _FAREWELL_S)
+        stack.push_async_callback(_drain, service, presence, advertiser, settings.drain_timeout_s)
+        yield Daemon(node, slots, service, presence, metrics, metrics_port)
+
+
+async def _drain(service: DecodeService, presence: Presence, advertiser: Advertiser, seconds: float) -> None:
+    """Let what has a lease finish, `seconds` at the most, and take nothing after that."""
+    service.draining = True
+    advertiser.kick()
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                with suppress(TimeoutError):  # Redis is away, or that gateway is gone
+                    async with asyncio.timeout(_LATECOMERS_S):
+                        await presence.alone.wait()
                 await service.settle()
+    finally:
+        service.cut()
 
 
-def _load(settings: DaemonSettings) -> Engine:
+def _load(settings: DaemonSettings, pace: Pace) -> Engine:
     engine = LlamaEngine.load(
         settings.model_dir,
         dtype=getattr(torch, settings.dtype),
@@ -177,8 +206,11 @@ def _load(settings: DaemonSettings) -> Engine:
     )
     # The first steps pay for allocations and thread pools: not the first user.
     warm_up = DecodeParams(SamplingParams(temperature=0.0), _WARM_UP_TOKENS, frozenset())
-    for _ in engine.decode([0], 0, warm_up, lambda: False):
-        pass
+    began = time.perf_counter()
+    for step in engine.decode([0], 0, warm_up, lambda: False):
+        now = time.perf_counter()
+        pace.observe(now - began, len(step.ids))
+        began = now
     return engine
 
 
@@ -204,13 +236,3 @@ def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
         return server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
         raise PortBusyError(f"cannot listen on {host}:{port}: choose another port with --decode-port") from error
-
-
-def _views(slots: list[LandingSlot], runner: EngineRunner) -> list[SlotView]:
-    idle = runner.idle and not any(slot.epoch_in_use for slot in slots)
-    return [SlotView(slot.index, slot.floor, slot.epoch_in_use, idle) for slot in slots]
-
-
-def _raise_floors(slots: list[LandingSlot], states: tuple[SlotState, ...]) -> None:
-    for state in states:
-        slots[state.slot].raise_floor(state.epoch - 1 if state.leased else state.epoch)

@@ -1,8 +1,11 @@
 """The daemon's Prometheus metrics."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from decode_daemon.slots import LandingSlot, SlotState
+from leases import NodeStatus
 
 _STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.012, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 1.0)
 _STAGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -31,8 +34,17 @@ class DaemonMetrics:
         )
         self.handoff_bytes = Counter("anchorleg_handoff_received_bytes", "KV bytes landed", registry=self.registry)
         self._slots = Gauge("anchorleg_slots", "Landing slots by state", ["state"], registry=self.registry)
+        self._busy_seconds = Gauge(
+            "anchorleg_daemon_busy_seconds", "How long what holds a slot may still decode", registry=self.registry
+        )
+        self._draining = Gauge("anchorleg_daemon_draining", "1 while the daemon finishes and stops", registry=self.registry)
 
     def watch(self, slots: list[LandingSlot]) -> None:
         """Count slots by state whenever metrics are read."""
         for state in SlotState:
             self._slots.labels(state).set_function(lambda state=state: sum(slot.state is state for slot in slots))  # type: ignore[misc]
+
+    def report(self, status: Callable[[], NodeStatus]) -> None:
+        """Say what the lease table is told of the daemon, whenever metrics are read."""
+        self._busy_seconds.set_function(lambda: status().busy_ms / 1000)
+        self._draining.set_function(lambda: float(status().draining))

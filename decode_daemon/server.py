@@ -64,7 +64,10 @@ class DecodeService(DecoderServicer):
         self._settled = asyncio.Event()
         self._settled.set()
         self._endings: set[asyncio.Task[None]] = set()
-        self.draining = False
+        self._limits: set[asyncio.Timeout] = set()  # of the requests that are being served
+        self._cut = False
+        self.draining = False  # told to the lease table, which then gives out no slot of this daemon
+        self.served = 0  # requests that held a slot and have ended
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.ModelCard:  # noqa: N802
         """Return the model card."""
@@ -80,6 +83,7 @@ class DecodeService(DecoderServicer):
             await self._fail(context, refusal.code, str(refusal))
             return
         outcome, message = "cancelled", ""
+        held.owed = min(request.max_tokens or self._card.context_tokens, self._card.context_tokens)
         self._active += 1
         self._settled.clear()
         self._changed()
@@ -96,11 +100,22 @@ class DecodeService(DecoderServicer):
                 await self._fail(context, outcome, message)
 
     async def settle(self) -> None:
-        """Wait until every request's slot is free; `draining` keeps new ones away."""
+        """Wait until every request's slot is free."""
         await self._settled.wait()
 
+    def cut(self) -> None:
+        """End whatever is still served with an error on which the gateway resumes elsewhere, and refuse what comes."""
+        self._cut = True
+        if self._limits:
+            log.warning("streams cut: the drain has lasted its time; gateways resume them on vLLM", streams=len(self._limits))
+        now = asyncio.get_running_loop().time()
+        for limit in self._limits:
+            limit.reschedule(now)
+
     def _reserve(self, request: pb.DecodeRequest) -> tuple[LandingSlot, Occupancy]:
-        if self.draining:
+        # Not while draining: the table gives nothing out by then, so this lease was granted before. Refusing it would cost its
+        # client another round, and cost it the lane where no other daemon is free.
+        if self._cut:
             raise SlotRefused("draining", "this daemon is shutting down")
         if request.slot >= len(self._slots):
             raise SlotRefused("no_such_slot", f"slot {request.slot} is not one of {len(self._slots)}")
@@ -118,8 +133,15 @@ class DecodeService(DecoderServicer):
     ) -> tuple[str, str]:
         """Serve, and return how that ended and what to tell the gateway; nothing if it knows or is away."""
         try:
-            await self._serve(request, slot, held, context)
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                try:
+                    await self._serve(request, slot, held, context)
+                finally:
+                    self._limits.discard(limit)
         except TimeoutError:
+            if limit.expired():
+                return "draining", "this daemon has shut down before the answer was whole"
             return "timeout", f"no KV cache landed within {self._landing_timeout:g} s"
         except ReaderGone as gone:
             log.info("reader gone", handoff=request.handoff_id, reason=str(gone))
@@ -146,12 +168,15 @@ class DecodeService(DecoderServicer):
             return
         held.decoding = True
         self._changed()
+        params = self._params(request, landed)
         position = 1
-        steps = self._runner.run(landed, slot.memory.view(landed.bytes), self._params(request, landed))
+        held.owed = params.max_tokens - position
+        steps = self._runner.run(landed, slot.memory.view(landed.bytes), params)
         try:
             async for step in steps:
                 await self._write(context, _tokens(position, step))
                 position += len(step.ids)
+                held.owed = max(0, params.max_tokens - position)
                 self._metrics.tokens.inc(len(step.ids))
         finally:
             await steps.aclose()
@@ -186,6 +211,7 @@ class DecodeService(DecoderServicer):
             await self._freed(slot, held.epoch)
         finally:
             self._active -= 1
+            self.served += 1
             if not self._active:
                 self._settled.set()
             self._changed()

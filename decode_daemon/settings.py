@@ -31,4 +31,6 @@ class DaemonSettings(ProcessSettings):
     unused_lease_s: float = Field(10.0, gt=0, description="A lease that no gateway turned up for is taken back after this.")
     writer_grace_s: float = Field(5.0, gt=0, description="How long a cancelled writer may take to say that it stopped.")
     reader_grace_s: float = Field(30.0, gt=0, description="How long a gateway may take to read a token before it is dropped.")
-    drain_timeout_s: float = Field(60.0, ge=0, description="On SIGTERM: how long running requests may go on.")
+    drain_timeout_s: float = Field(
+        60.0, ge=0, description="On SIGTERM: how long running requests may go on before they are left to vLLM."
+    )

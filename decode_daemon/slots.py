@@ -76,6 +76,7 @@ class Occupancy:
     final: Final | None = None
     started: float | None = None
     decoding: bool = False
+    owed: int = 0  # output tokens that the engine may still have to make for it
 
 
 Send = Callable[[bytes, ToConnector], None]
@@ -105,6 +106,11 @@ class LandingSlot:
         """The epoch that holds the slot, or whose writers are not gone yet."""
         holder = self._held or self._draining
         return holder.epoch if holder else None
+
+    @property
+    def owed(self) -> int:
+        """Output tokens, at the most, that the engine still has to make for the lease that holds the slot."""
+        return self._held.owed if self._held else 0
 
     @property
     def written_to(self) -> bool:

@@ -1,5 +1,6 @@
 """The ext_proc process: gRPC server, the lane's parts, metrics, and a graceful stop."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from process.signals import StopSignal
 log = structlog.get_logger(__name__)
 
 _CARD_TIMEOUT_S = 10.0
+_LAST_CALLS_S = 1.0  # for those that came while the others ended: they take milliseconds
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -65,10 +67,27 @@ class ExtProcService:
 
     def __init__(self, lane: LatencyLane) -> None:
         self._lane = lane
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests into the lane, and wait until the calls of now have ended; returns whether they have in time.
+
+        Later ones are still answered, at once: Envoy would otherwise pass them to vLLM without a reason, even those whose
+        client forbids it.
+        """
+        self._lane.drain()
+        if not self._calls:
+            return True
+        _, running = await asyncio.wait(set(self._calls), timeout=seconds)
+        return not running
 
     async def process(self, request_iterator: Any, context: Any) -> pb.ProcessingResponse:
         """Serve one call. A client that leaves cancels it, and everything it holds is released on the way out."""
         self._lane.parts.metrics.calls.inc()
+        call = asyncio.current_task()
+        assert call is not None, "gRPC serves each call in a task"
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         try:
             return await ExtProcStream(self._lane, _GrpcWire(context)).run()
         except ProtocolError as error:
@@ -114,8 +133,8 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         )
         cards = Cards(client, _CARD_TIMEOUT_S)
         pools = Pools(table, cards, client, metrics)
-        await pools.start()
         stack.push_async_callback(pools.aclose)
+        await pools.start()
         parts = LaneParts(
             settings=settings,
             keys=ClaimKeys(settings.signing_keys),
@@ -129,7 +148,8 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         lane = LatencyLane(parts)
         # No bound on messages here: Envoy's buffer limit is the bound on bodies, and answers 413.
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
-        server.add_generic_rpc_handlers((ExtProcService(lane).handler(),))
+        service = ExtProcService(lane)
+        server.add_generic_rpc_handlers((service.handler(),))
         try:
             port = server.add_insecure_port(f"{settings.listen_host}:{settings.listen_port}")
         except RuntimeError as error:
@@ -140,6 +160,6 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         try:
             yield Gateway(port, metrics_port, lane, metrics)
         finally:
-            lane.draining = True
-            await server.stop(settings.drain_timeout_s)
+            ended = await service.drain(settings.drain_timeout_s)
+            await server.stop(_LAST_CALLS_S if ended else None)
             await lane.settle()

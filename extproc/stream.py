@@ -64,7 +64,7 @@ class ExtProcStream:
             return _NOTHING
         head = _content(first, "request_headers")
         headers = messages.read_headers(head.headers)
-        wish = read_wish(headers)
+        wish = read_wish(headers, self._lane.parts.settings.tenant_header)
         try:
             return await self._serve(wish, headers, has_body=not head.end_of_stream)
         except Exception:
@@ -85,10 +85,15 @@ class ExtProcStream:
             # Envoy answered by itself instead of sending the body (it was too long): its answer passes.
             self._served = _Served(outcome="refused", reason="too_large")
             return await self._pass(body.response_headers, rewritten=False)
-        decision = await self._lane.decide(wish, _content(body, "request_body").body, credentials_in(headers))
+        content = _content(body, "request_body").body
+        decision = await self._lane.decide(wish, content, credentials_in(headers), self._ask_for_time)
         if isinstance(decision, Prefill):
             return await self._relay(decision)
         return self._settle(decision, messages.body_untouched(_metadata(Lane.THROUGHPUT, decision.reason)))
+
+    async def _ask_for_time(self, seconds: int) -> None:
+        """Tell Envoy how long this decision may take: after its own limit it would send the request on without one."""
+        await self._wire.write(messages.more_time(seconds))
 
     def _settle(self, decision: Plain | Refusal, untouched: pb.ProcessingResponse) -> pb.ProcessingResponse:
         if isinstance(decision, Refusal):

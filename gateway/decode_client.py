@@ -1,6 +1,9 @@
 """The gateway's end of the decode stream: one HTTP/2 channel per daemon, one call per request."""
 
 import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,8 +23,6 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
-_LONGEST_STREAM_S = 3600.0
-
 
 # What a daemon may say: the code becomes a metric's label, which no peer shall fill at will.
 _DAEMON_CODES = frozenset(
@@ -48,12 +49,26 @@ class DecodeFailed(Exception):  # noqa: N818 - an outcome the lane acts on
         self.code = code
 
 
-class DecodeClient:
-    """Owns the channels."""
+@dataclass(slots=True)
+class _Channel:
+    """One daemon's channel, and what tells whether it is still needed."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, tuple[grpc.aio.Channel, DecoderAsyncStub]] = {}
-        self._closing: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+    channel: grpc.aio.Channel
+    stub: "DecoderAsyncStub"
+    calls: int = 0  # that run
+    last_used: float = 0.0  # time.monotonic() of the last call's begin or end
+
+    def ended(self, _: Any) -> None:
+        self.calls -= 1
+        self.last_used = time.monotonic()
+
+
+class DecodeClient:
+    """Owns the channels. One that no call has used for `idle_s` seconds is closed by `close_idle`."""
+
+    def __init__(self, *, idle_s: float = 60.0) -> None:
+        self._idle_s = idle_s
+        self._channels: dict[str, _Channel] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,24 +80,31 @@ class DecodeClient:
 
     async def aclose(self) -> None:
         """Close every channel, with the streams that still run."""
-        channels = [*(channel for channel, _ in self._channels.values()), *self._closing.values()]
-        for task in self._closing:
-            task.cancel()
-        for channel in channels:
-            await channel.close(None)
-        self._channels.clear()
+        while self._channels:
+            _, known = self._channels.popitem()
+            await known.channel.close(None)
+
+    async def close_idle(self) -> None:
+        """Close the channels of daemons that nobody has spoken to for a while, such as those that are gone.
+
+        None with a running stream. Does not wait for any daemon.
+        """
+        oldest = time.monotonic() - self._idle_s
+        for endpoint in [name for name, known in self._channels.items() if not known.calls and known.last_used <= oldest]:
+            await self._channels.pop(endpoint).channel.close(None)
 
     async def describe(self, endpoint: str, timeout_s: float) -> pb.ModelCard:
         """Return a daemon's card; raises DecodeFailed."""
         try:
-            card: pb.ModelCard = await self._stub(endpoint).Describe(pb.DescribeRequest(), timeout=timeout_s)
+            call = self._count(endpoint, lambda stub: stub.Describe(pb.DescribeRequest(), timeout=timeout_s))
+            card: pb.ModelCard = await call
         except grpc.aio.AioRpcError as error:
             raise DecodeFailed("unreachable", f"daemon {endpoint} does not describe itself: {error.details()}") from error
         return card
 
     async def reserve(self, endpoint: str, request: pb.DecodeRequest, timeout_s: float) -> "DecodeStream":
         """Open a stream and wait for the daemon's word that the slot is held; raises DecodeFailed."""
-        stream = DecodeStream(self._stub(endpoint).Decode(request), endpoint)
+        stream = DecodeStream(self._count(endpoint, lambda stub: stub.Decode(request)), endpoint)
         try:
             event = await stream.read(timeout_s)
             if event.WhichOneof("event") != "reserved":
@@ -92,21 +114,17 @@ class DecodeClient:
             raise
         return stream
 
-    def forget_all_but(self, endpoints: set[str]) -> None:
-        """Close the channels of all other daemons; running streams go on to their end."""
-        for endpoint in self._channels.keys() - endpoints:
-            channel, _ = self._channels.pop(endpoint)
-            # Held: the event loop itself keeps no task alive.
-            task = asyncio.create_task(channel.close(_LONGEST_STREAM_S))
-            self._closing[task] = channel
-            task.add_done_callback(self._closing.pop)
-
-    def _stub(self, endpoint: str) -> "DecoderAsyncStub":
+    def _count(self, endpoint: str, begin: "Callable[[DecoderAsyncStub], Any]") -> Any:
+        """Begin a call on the daemon's channel, which stays open for as long as the call runs."""
         known = self._channels.get(endpoint)
         if known is None:
             channel = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
-            known = self._channels[endpoint] = (channel, DecoderStub(channel))
-        return known[1]
+            known = self._channels[endpoint] = _Channel(channel, DecoderStub(channel))
+        call = begin(known.stub)
+        known.calls += 1
+        known.last_used = time.monotonic()
+        call.add_done_callback(known.ended)
+        return call
 
 
 class DecodeStream:

@@ -41,6 +41,7 @@ class Unsupported:
     reason: str
     detail: str
     param: str | None = None
+    retry_after_s: int = 1  # where it is worth coming again
 
 
 def _anything(_: Any) -> bool:

@@ -38,7 +38,7 @@ class BadRequest(GatewayError):  # noqa: N818 - HTTP's name
 
 
 class NoSlotInTime(GatewayError):  # noqa: N818 - reads as what it says
-    """Every slot is taken."""
+    """No slot was free in time, or this caller may not have or wait for one now."""
 
     status = 429
     kind = "rate_limit_error"

@@ -22,8 +22,8 @@ class GatewayMetrics:
         self.calls = Counter("anchorleg_ext_proc_calls", "ext_proc calls from Envoy", registry=self.registry)
         self.stage_seconds = Histogram(
             "anchorleg_stage_seconds",
-            "Stages of a latency request: decide, slot (lease), reserve (daemon), prefill (vLLM), handoff (vLLM's answer to KV "
-            "landed), gap (token 1 to token 2)",
+            "Stages of a latency request: decide, slot (lease, and the wait for it), reserve (daemon), prefill (vLLM), "
+            "handoff (vLLM's answer to KV landed), gap (token 1 to token 2)",
             ["stage"],
             buckets=_STAGE_BUCKETS,
             registry=self.registry,
@@ -41,7 +41,19 @@ class GatewayMetrics:
         self.resumed = Counter(
             "anchorleg_resumed", "Answers that vLLM finished because a daemon could not", ["reason"], registry=self.registry
         )
+        self.slot_wait_seconds = Histogram(
+            "anchorleg_slot_wait_seconds",
+            "From asking for a slot to the answer, of requests that may wait for one: granted, timeout (none free in time), "
+            "left (the client went), denied (queue full, tenant limit, no daemon or table left, or this gateway stops)",
+            ["ended"],
+            buckets=_STAGE_BUCKETS,
+            registry=self.registry,
+        )
         self.pool_slots = Gauge("anchorleg_pool_slots", "Slots in the lease table", ["model", "state"], registry=self.registry)
+        self.pool_waiting = Gauge(
+            "anchorleg_pool_waiting", "Requests that wait for a slot, of all gateways", ["model"], registry=self.registry
+        )
+        self.pool_nodes = Gauge("anchorleg_pool_nodes", "Live decode daemons", ["model"], registry=self.registry)
         self.leases_up = Gauge("anchorleg_lease_table_up", "1 while the lease table answers", registry=self.registry)
         for stage in STAGES:
             self.stage_seconds.labels(stage)

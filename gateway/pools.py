@@ -2,17 +2,19 @@
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 
 import structlog
 
 from gateway.cards import Cards
 from gateway.decode_client import DecodeClient, DecodeFailed
 from gateway.metrics import GatewayMetrics
-from leases import LeasesUnavailable, LeaseTable, PoolView
+from leases import LeasesUnavailable, LeaseTable, Node, PoolView
 
 log = structlog.get_logger(__name__)
 
 _PERIOD_S = 1.0
+_FIRST_CARDS_S = 10.0
 
 
 class Pools:
@@ -25,31 +27,40 @@ class Pools:
         self._metrics = metrics
         self._views: dict[str, PoolView] = {}
         self._task: asyncio.Task[None] | None = None
+        self._fetching: dict[str, asyncio.Task[None]] = {}  # by the card's fingerprint
 
     def get(self, model: str) -> PoolView | None:
         """Return the pool of a model, if it had daemons when the table was last read."""
         return self._views.get(model)
 
     async def start(self) -> None:
-        """Read the table once, then keep reading it."""
-        await self._refresh()
+        """Read the table and its daemons' cards once, within some seconds, then keep reading."""
+        await self._read()
         self._task = asyncio.create_task(self._run(), name="pools")
+        if self._fetching:
+            await asyncio.wait(list(self._fetching.values()), timeout=_FIRST_CARDS_S)
 
     async def aclose(self) -> None:
         """Stop reading."""
-        if self._task is not None:
-            self._task.cancel()
+        tasks = [*([] if self._task is None else [self._task]), *self._fetching.values()]
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+                await task
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_PERIOD_S)
-            try:
-                await self._refresh()
-            except Exception:
-                # Such as a record written by a later version: the last view stands, and the next reading may do better.
-                log.exception("pools not read")
+            await self._client.close_idle()
+            await self._read()
+
+    async def _read(self) -> None:
+        try:
+            await self._refresh()
+        except Exception:
+            # Such as a record written by a later version: the last view stands, and the next reading may do better.
+            log.exception("pools not read")
 
     async def _refresh(self) -> None:
         try:
@@ -59,21 +70,38 @@ class Pools:
             self._metrics.leases_up.set(0)
             return
         self._metrics.leases_up.set(1)
+        self._show(views)
+        self._views = views
+        for view in views.values():
+            for card, nodes in view.cards.items():
+                self._want(card, nodes)
+
+    def _show(self, views: dict[str, PoolView]) -> None:
+        metrics = self._metrics
         for model in self._views.keys() - views.keys():
             for state in ("free", "leased"):
-                self._metrics.pool_slots.remove(model, state)
-        self._views = views
+                metrics.pool_slots.remove(model, state)
+            metrics.pool_waiting.remove(model)
+            metrics.pool_nodes.remove(model)
         for model, view in views.items():
-            self._metrics.pool_slots.labels(model, "free").set(view.free_slots)
-            self._metrics.pool_slots.labels(model, "leased").set(view.total_slots - view.free_slots)
-        nodes = [node for view in views.values() for node in view.nodes]
-        self._client.forget_all_but({node.decode_endpoint for node in nodes})
-        # Side by side: a daemon that hangs must not keep the others' cards away.
-        endpoints = {node.card: node.decode_endpoint for node in nodes}
-        await asyncio.gather(*(self._fetch(card, endpoint) for card, endpoint in endpoints.items()))
+            metrics.pool_slots.labels(model, "free").set(view.free_slots)
+            metrics.pool_slots.labels(model, "leased").set(view.leased_slots)
+            metrics.pool_waiting.labels(model).set(view.waiting)
+            metrics.pool_nodes.labels(model).set(view.nodes)
 
-    async def _fetch(self, card: str, endpoint: str) -> None:
-        try:
-            await self._cards.fetch(card, endpoint)
-        except DecodeFailed as error:
-            log.warning("card unavailable", card=card, error=str(error))
+    def _want(self, card: str, nodes: Iterable[Node]) -> None:
+        """Fetch a card that is not here. Beside the reading: a daemon that hangs keeps neither news nor other cards away."""
+        if card in self._fetching or self._cards.get(card) is not None:
+            return
+        task = asyncio.create_task(self._fetch(card, tuple(nodes)), name=f"card-{card}")
+        self._fetching[card] = task
+        task.add_done_callback(lambda _: self._fetching.pop(card, None))
+
+    async def _fetch(self, card: str, nodes: tuple[Node, ...]) -> None:
+        for node in nodes:
+            try:
+                await self._cards.fetch(card, node.decode_endpoint)
+            except DecodeFailed as error:
+                log.warning("card unavailable", card=card, node=node.node_id, error=str(error))
+            else:
+                return

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from process.settings import ProcessSettings
 
@@ -21,6 +21,24 @@ class GatewaySettings(ProcessSettings):
     lease_ms: int = Field(10_000, ge=100, description="How long a lease may go unused before the table takes it back.")
     leases_timeout_s: float = Field(0.5, gt=0, description="How long one call to the lease table may take.")
     reserve_timeout_s: float = Field(1.0, gt=0, description="How long a daemon may take to reserve a slot.")
+    max_wait_ms: int = Field(
+        10_000,
+        ge=0,
+        le=600_000,
+        description="Longest wait for a slot, whatever a request asks for; keep it well below Envoy's max_message_timeout.",
+    )
+    default_wait_ms: int = Field(0, ge=0, description="How long a request without x-slo-max-wait-ms waits for a slot.")
+    max_waiting: int = Field(256, ge=0, le=100_000, description="Most requests that may wait for a slot of one model.")
+    tenant_header: str = Field(
+        "",
+        pattern=r"^[!#$%&'*+.^_`|~0-9a-z-]*$",
+        description="Header that names a request's tenant, set by your own proxy over whatever a client sent. "
+        "Requests without it share one account. Empty: no tenants.",
+    )
+    tenant_max_leases: int = Field(0, ge=0, description="Most slots of one model that a tenant may hold; 0: no limit.")
+    tenant_max_waiting: int = Field(
+        0, ge=0, description="Most requests of a tenant that may wait for a slot of one model; 0: no limit."
+    )
     claim_lifetime_s: int = Field(300, ge=1, description="How long a signed claim is valid.")
     landing_timeout_s: float = Field(
         30.0, gt=0, description="From vLLM's answer to the daemon's word that the KV cache landed."
@@ -37,3 +55,22 @@ class GatewaySettings(ProcessSettings):
     )
     template_tokens: int = Field(512, ge=0, description="Most tokens that a chat template adds to a prompt's bytes.")
     drain_timeout_s: float = Field(60.0, ge=0, description="On SIGTERM: how long running streams may go on.")
+
+    @field_validator("tenant_header", mode="before")
+    @classmethod
+    def _header_names_have_no_case(cls, name: object) -> object:
+        return name.strip().lower() if isinstance(name, str) else name
+
+    @field_validator("default_wait_ms")
+    @classmethod
+    def _default_lies_within_the_limit(cls, wait_ms: int, info: ValidationInfo) -> int:
+        if wait_ms > (limit := info.data.get("max_wait_ms", wait_ms)):
+            raise ValueError(f"max_wait_ms allows {limit} ms at most; raise it, or wait less by default")
+        return wait_ms
+
+    @field_validator("tenant_max_leases", "tenant_max_waiting")
+    @classmethod
+    def _limits_need_tenants(cls, most: int, info: ValidationInfo) -> int:
+        if most and not info.data.get("tenant_header", "?"):
+            raise ValueError("tenants have no limits while none are known; set tenant_header too")
+        return most

@@ -8,17 +8,40 @@ next heartbeats bring them back.
 
 from leases.advertiser import Advertiser
 from leases.errors import LeasesUnavailable
-from leases.records import Grant, Node, NoSlot, PoolView, SlotState, SlotView
+from leases.records import (
+    Denied,
+    Grant,
+    Node,
+    NodeReport,
+    NodeStatus,
+    NoSlot,
+    PoolReport,
+    PoolView,
+    SlotReport,
+    SlotRequest,
+    SlotState,
+    SlotView,
+    Tenant,
+    WaiterReport,
+)
 from leases.table import LeaseTable
 
 __all__ = [
     "Advertiser",
+    "Denied",
     "Grant",
     "LeaseTable",
     "LeasesUnavailable",
     "NoSlot",
     "Node",
+    "NodeReport",
+    "NodeStatus",
+    "PoolReport",
     "PoolView",
+    "SlotReport",
+    "SlotRequest",
     "SlotState",
     "SlotView",
+    "Tenant",
+    "WaiterReport",
 ]

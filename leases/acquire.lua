@@ -1,63 +1,113 @@
--- Grants the best free slot: an idle node before a busy one, then the smallest capacity that fits, so that large slots
--- are left for long prompts.
--- KEYS[8]: the grant kept for this nonce. ARGV: tokens, lease_ms, then nodes to avoid.
--- Returns 'granted', record (JSON), slot, epoch; or the reason alone.
-local GRANT = KEYS[8]
-local tokens, lease_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
+-- Grants a slot, or queues the wish; repeated with its nonce, it returns the grant or says that the wait goes on.
+-- ARGV: nonce, card, tokens, lease_ms, wait_ms, waiter_ttl_ms, max_waiting, tenant, tenant_leases, tenant_waiting, holder,
+-- channel, nodes to avoid (comma between them).
+-- Returns 'granted', record (JSON), slot, epoch; 'waiting'; or the reason and an estimate of the wait in ms (-1: none).
+local wish = {
+  nonce = ARGV[1],
+  card = ARGV[2],
+  tokens = tonumber(ARGV[3]),
+  lease_ms = tonumber(ARGV[4]),
+  tenant = ARGV[8],
+  tenant_leases = tonumber(ARGV[9]),
+  holder = ARGV[11],
+  channel = ARGV[12],
+  avoid = ARGV[13],
+}
+local patience_ms, waiter_ttl_ms, max_waiting = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local tenant_waiting = tonumber(ARGV[10])
 local now = now_ms()
-remove_dead_nodes(now)
 
 local function granted(member, epoch)
   local node, slot = string.match(member, '^(.*):(%d+)$')
   return { 'granted', redis.call('HGET', NODES, node), tonumber(slot), epoch }
 end
 
--- A caller that lost the reply asks again. The grant is repeated only while it is the slot's lease: one that was taken
--- back would be refused by the daemon.
-local kept = redis.call('GET', GRANT)
-if kept then
-  local epoch, member = string.match(kept, '^(%d+):(.*)$')
-  local lease = read_lease(member)
-  if lease and lease.epoch == tonumber(epoch) then
-    return granted(member, lease.epoch)
+-- Returns the grant that this nonce already has. It is repeated only while it is the slot's lease: one that was taken back
+-- would be refused by the daemon.
+local function fetch(kept)
+  local lease = kept and kept.granted and read_lease(kept.member)
+  if not lease or lease.epoch ~= kept.epoch then
+    return nil
   end
+  if lease.stage == 'o' then
+    redis.call('ZREM', DEADLINES, 'o/' .. kept.member)
+    lease.stage = 'g'
+    lease.deadline = now + wish.lease_ms
+    write_lease(kept.member, lease)
+  end
+  return granted(kept.member, kept.epoch)
 end
 
-local avoided, avoided_count = {}, 0
-for index = 3, #ARGV do
-  avoided[ARGV[index]] = true
-  avoided_count = avoided_count + 1
+local kept = read_wish(wish.nonce)
+local repeated = fetch(kept)
+if repeated then
+  return repeated
 end
-
-local function pick(band)
-  local from, to = int(band + tokens), '(' .. int(band + BUSY_BAND)
-  local nodes = redis.call('ZRANGEBYSCORE', READY, from, to, 'LIMIT', 0, avoided_count + 1)
-  for _, node in ipairs(nodes) do
-    if not avoided[node] then
-      return node
-    end
+if kept and kept.waiting then
+  -- Before anything else, or this call could count its own caller as gone.
+  redis.call('ZADD', DEADLINES, int(math.min(now + waiter_ttl_ms, kept.give_up)), 'w/' .. wish.nonce)
+end
+expire(now)
+hand_over(now, waiter_ttl_ms)
+if kept and kept.waiting then
+  kept = read_wish(wish.nonce)
+  repeated = fetch(kept)
+  if repeated then
+    return repeated
   end
-  return nil
+end
+local waits = kept and kept.waiting
+
+local function refuse(reason, estimate)
+  if waits then
+    forget_waiter(kept)
+  end
+  return { reason, estimate or -1 }
 end
 
 -- Without the counter an epoch could be given out twice; the next heartbeat restores it.
-if redis.call('ZCARD', ALIVE) == 0 or redis.call('EXISTS', EPOCH) == 0 then
-  return { 'unknown_pool' }
+if redis.call('HEXISTS', POOL, 'epoch') == 0 then
+  return refuse('unknown_pool')
 end
-local node = pick(0) or pick(BUSY_BAND)
-if not node then
-  local largest = redis.call('ZRANGE', SIZES, -1, -1, 'WITHSCORES')
-  if tonumber(largest[2]) < tokens then
-    return { 'too_large' }
+local tenant_full = tenant_is_full(wish)
+if not waits and not tenant_full then
+  local node = pick(wish)
+  if node then
+    return granted(lease_slot(node, wish, now, now + wish.lease_ms, 'g'))
   end
-  return { 'busy' }
 end
 
-local from, to = free_range(node)
-local member = redis.call('ZRANGEBYLEX', FREE, from, to, 'LIMIT', 0, 1)[1]
-local epoch = redis.call('INCR', EPOCH)
-redis.call('ZREM', FREE, member)
-write_lease(member, epoch, now, now + lease_ms)
-redis.call('SET', GRANT, int(epoch) .. ':' .. member, 'PX', int(lease_ms))
-rank(node, cjson.decode(redis.call('HGET', NODES, node)))
-return granted(member, epoch)
+local _, to = range(wish.card, '/')
+if redis.call('ZLEXCOUNT', SIZES, '[' .. wish.card .. '/' .. capacity_name(wish.tokens), to) == 0 then
+  return refuse(count(SIZES, wish.card, '/') == 0 and 'unknown_pool' or 'too_large')
+end
+if waits and patience_ms > 0 then
+  return { 'waiting' }
+end
+
+local waiting = redis.call('ZCARD', QUEUE)
+local estimate = wait_ms(waiting, redis.call('ZCARD', FREE) + redis.call('HLEN', LEASES))
+local tenants_own = 0
+if wish.tenant ~= '' then
+  tenants_own = count(TENANTS, wish.tenant .. '/w', '/')
+end
+if waits or patience_ms == 0 then
+  if tenant_full then
+    return refuse('tenant_limit', wait_ms(tenants_own, wish.tenant_leases))
+  end
+  return refuse('busy', estimate)
+end
+if tenant_waiting > 0 and wish.tenant ~= '' and tenants_own >= tenant_waiting then
+  return refuse('tenant_limit', estimate)
+end
+if waiting >= max_waiting then
+  return refuse('queue_full', estimate)
+end
+wish.give_up = now + patience_ms
+write_waiter(wish)
+redis.call('ZADD', QUEUE, redis.call('HINCRBY', POOL, 'number', 1), wish.nonce)
+redis.call('ZADD', DEADLINES, int(math.min(now + waiter_ttl_ms, wish.give_up)), 'w/' .. wish.nonce)
+if wish.tenant ~= '' then
+  redis.call('ZADD', TENANTS, 0, wish.tenant .. '/w/' .. wish.nonce)
+end
+return { 'waiting' }

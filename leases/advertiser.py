@@ -11,7 +11,7 @@ from typing import Self
 import structlog
 
 from leases.errors import LeasesUnavailable
-from leases.records import Node, SlotState, SlotView
+from leases.records import Node, NodeStatus, SlotState, SlotView
 from leases.table import LeaseTable
 
 # With the table's own timeout this keeps the daemon's return within a second of Redis' return.
@@ -31,7 +31,8 @@ class Advertiser:
     Args:
         table: where to publish; its `ttl_ms` sets the pace.
         node: the daemon.
-        views: called for each heartbeat, on the event loop; returns what is true of every slot now.
+        look: called for each heartbeat, on the event loop; returns what is true of the daemon and of every
+            slot now.
         on_reply: called with the table's answer, so that the daemon can raise its floors.
     """
 
@@ -39,12 +40,12 @@ class Advertiser:
         self,
         table: LeaseTable,
         node: Node,
-        views: Callable[[], Sequence[SlotView]],
+        look: Callable[[], tuple[NodeStatus, Sequence[SlotView]]],
         on_reply: Callable[[tuple[SlotState, ...]], None],
     ) -> None:
         self._table = table
         self._node = node
-        self._views = views
+        self._look = look
         self._on_reply = on_reply
         self._kicked = asyncio.Event()
         self._closing = asyncio.Event()
@@ -74,7 +75,7 @@ class Advertiser:
     async def aclose(self) -> None:
         """Ends the heartbeat and takes the node out of the table; where Redis is away, the TTL does that.
 
-        Takes at most two of the table's timeouts. Raises what `views` or `on_reply` raised, if that ended the
+        Takes at most two of the table's timeouts. Raises what `look` or `on_reply` raised, if that ended the
         heartbeat.
         """
         task, self._task = self._task, None
@@ -106,7 +107,7 @@ class Advertiser:
 
     async def _publish(self) -> bool:
         try:
-            states = await self._table.register(self._node, self._views())
+            states = await self._table.register(self._node, *self._look())
         except LeasesUnavailable as error:
             if self._away_since is None:
                 self._away_since = time.monotonic()

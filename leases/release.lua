@@ -1,12 +1,23 @@
--- Frees a slot, for the lease that holds it and for no other.
--- ARGV: node, slot, epoch. Returns 1, or 0 when that epoch does not hold the slot.
-local node, epoch = ARGV[1], tonumber(ARGV[3])
-local member = node .. ':' .. ARGV[2]
+-- Frees a slot after its use, for the lease that holds it and for no other. ARGV: node, slot, epoch, waiter_ttl_ms.
+-- Returns 1, or 0 when that epoch does not hold the slot.
+
+-- Of the running mean: the last dozen or so requests say how long one takes now.
+local WEIGHT = 1 / 8
+
+local member, epoch = ARGV[1] .. ':' .. ARGV[2], tonumber(ARGV[3])
+local now = now_ms()
 local lease = read_lease(member)
-if not lease or lease.epoch ~= epoch then
-  return 0
+local held = lease ~= nil and lease.epoch == epoch
+if held then
+  end_lease(member, lease)
+  if lease.since > 0 then
+    local took = now - lease.since
+    local mean = tonumber(redis.call('HGET', POOL, 'mean_ms') or took)
+    redis.call('HSET', POOL, 'mean_ms', int(mean + (took - mean) * WEIGHT))
+  end
+  redis.call('HINCRBY', POOL, 'served', 1)
+  free_slot(member)
 end
-redis.call('HDEL', LEASES, member)
-redis.call('ZADD', FREE, 0, member)
-rank(node, cjson.decode(redis.call('HGET', NODES, node)))
-return 1
+expire(now)
+hand_over(now, tonumber(ARGV[4]))
+return held and 1 or 0

@@ -5,79 +5,105 @@ The scripts decide; this file only encodes their arguments, bounds the waiting a
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import random
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from importlib.resources import files
+from os import getpid
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
+from urllib.parse import unquote
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.asyncio import RedisCluster
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from leases.connect import connect
 from leases.errors import LeasesUnavailable
-from leases.records import MAX_CAPACITY_TOKENS, Grant, Node, NoSlot, PoolView, SlotState, SlotView
+from leases.line import Line
+from leases.records import (
+    Denied,
+    Grant,
+    Node,
+    NodeReport,
+    NodeStatus,
+    NoSlot,
+    PoolReport,
+    PoolView,
+    SlotReport,
+    SlotRequest,
+    SlotState,
+    SlotView,
+    WaiterReport,
+)
+from leases.scripts import PREFIX, Argument, Cluster, OneServer, Server, encode
+from leases.wakeups import Wakeups
 
 _T = TypeVar("_T")
 
-# The number is the version of the key layout: clients of different layouts must not share keys.
-_PREFIX = "anchorleg:leases:1:"
-_POOL_INDEX = _PREFIX + "pools"
-_POOL_KEYS = ("nodes", "alive", "sizes", "ready", "free", "leases", "epoch")
+_POOL_INDEX = PREFIX + "pools"
 # A pool that nobody renews any more disappears. Far longer than any claim lives, because the epoch counter
 # goes with it.
 _RETENTION_MS = 3_600_000
-# More would only queue inside Redis, which runs one script at a time.
-_MAX_CONNECTIONS = 32
-_RETRIES = 1
+# A waiter looks for itself this often, and counts as gone when it has not for `waiter_ttl_ms`.
+_LOOKS_PER_TTL = 4
+_NODES_PER_CARD = 3
 
 
 class LeaseTable:
     """The lease table of all pools, at one Redis URL.
 
     Use it as `async with LeaseTable(url) as table`, or call `aclose`. It connects on first use. Every method
-    raises `LeasesUnavailable` within `timeout_s` when Redis is away.
+    raises `LeasesUnavailable` within `timeout_s` when Redis is away, `acquire` within that after its wait.
 
-    Cancelling a method abandons its reply; the script may have run. A cancelled `acquire` thus leaves at most
-    a lease that the daemon's next heartbeat takes back once `lease_ms` or `landing_ms` is over, whichever is
-    shorter. A cancelled `release` may have done nothing: a caller that is being cancelled runs it as a task
-    of its own and lets that finish (`asyncio.shield`), and if it is lost all the same the lease runs out as
-    above.
+    Cancelling `acquire` gives back what it was or would have been granted, in the background; `aclose` waits
+    for that. Cancelling another method abandons its reply; the script may have run. A cancelled `give_back` may
+    have done nothing: a caller that is being cancelled runs it as a task of its own and lets that finish
+    (`asyncio.shield`), and if it is lost all the same the lease runs out by itself: the daemon's next heartbeat
+    takes it back once `lease_ms` or `landing_ms` is over, whichever is shorter.
 
     Args:
-        url: redis://, rediss:// or unix://, with user and password where needed.
+        url: see `leases.connect`.
         ttl_ms: how long a node stays in the table after a heartbeat.
         landing_ms: how long a lease may go unused by its daemon before a heartbeat takes it back.
+        waiter_ttl_ms: how long a waiter may be silent, and a slot that was handed to it unfetched. One value
+            for all clients of a pool.
         timeout_s: bound of one call, connecting and one retry included.
+        holder: who leases, for people who look at the table; host and process by default.
 
     Raises:
         ValueError: the URL has another scheme, or a time is not positive.
     """
 
-    def __init__(self, url: str, *, ttl_ms: int = 3_000, landing_ms: int = 10_000, timeout_s: float = 1.0) -> None:
-        for name, value in (("ttl_ms", ttl_ms), ("landing_ms", landing_ms), ("timeout_s", timeout_s)):
+    def __init__(
+        self,
+        url: str,
+        *,
+        ttl_ms: int = 3_000,
+        landing_ms: int = 10_000,
+        waiter_ttl_ms: int = 1_000,
+        timeout_s: float = 1.0,
+        holder: str = "",
+    ) -> None:
+        times = {"ttl_ms": ttl_ms, "landing_ms": landing_ms, "waiter_ttl_ms": waiter_ttl_ms, "timeout_s": timeout_s}
+        for name, value in times.items():
             if value <= 0:
                 raise ValueError(f"{name} is {value}, it must be above 0")
         self.ttl_ms = ttl_ms
         self.landing_ms = landing_ms
+        self.waiter_ttl_ms = waiter_ttl_ms
         self.timeout_s = timeout_s
-        self._redis: Redis = Redis.from_url(
-            url,
-            decode_responses=True,
-            socket_timeout=timeout_s / 2,
-            socket_connect_timeout=timeout_s / 2,
-            retry=Retry(ExponentialWithJitterBackoff(cap=timeout_s / 10, base=timeout_s / 100), _RETRIES),
-        )
-        self._turns = asyncio.Semaphore(_MAX_CONNECTIONS)
-        address = self._redis.connection_pool.connection_kwargs
-        self._where = address.get("path") or f"{address.get('host', 'localhost')}:{address.get('port', 6379)}"
-        self._register = self._script("register")
-        self._acquire = self._script("acquire")
-        self._release = self._script("release")
-        self._unregister = self._script("unregister")
-        self._inspect = self._script("inspect")
+        self._holder = encode(holder or f"{socket.gethostname()}:{getpid()}")
+        self._connected = connect(url, timeout_s)
+        client = self._connected.client
+        self._server: Server = Cluster(client) if isinstance(client, RedisCluster) else OneServer(Line(client.connection_pool))
+        self._wakeups = Wakeups(client.pubsub, f"{PREFIX}wake:{uuid.uuid4().hex}")
+        self._undoing: dict[str, asyncio.Task[None]] = {}  # by nonce
+        self._hurried = False
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,14 +114,24 @@ class LeaseTable:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connections. What is leased or published stays so until its time is over."""
-        await self._redis.aclose()
+        """Closes the connections, once what cancelled calls left behind is undone (two `timeout_s` at most).
+
+        What is leased or published stays so until its time is over.
+        """
+        while self._undoing:
+            await asyncio.wait(self._undoing.values())
+        self._closed = True
+        await self._wakeups.aclose()
+        await self._server.aclose()
+        await self._connected.aclose()
 
     async def ping(self) -> None:
         """Returns when Redis has answered."""
-        await self._call("ping", self._redis.ping)
+        await self._call("ping", lambda: self._server.command("PING"))
 
-    async def register(self, node: Node, views: Sequence[SlotView]) -> tuple[SlotState, ...]:
+    # --- What daemons do ---
+
+    async def register(self, node: Node, status: NodeStatus, views: Sequence[SlotView]) -> tuple[SlotState, ...]:
         """Publishes the node and its slots, or renews them: this is also the heartbeat.
 
         Everything that the table should know is in the call, so that a Redis which came back empty is
@@ -103,6 +139,7 @@ class LeaseTable:
 
         Args:
             node: the daemon.
+            status: of the whole daemon. While it drains, none of its slots is given out.
             views: one for each slot, in any order.
 
         Returns:
@@ -117,132 +154,231 @@ class LeaseTable:
                 f"node {node.node_id!r}: views name slots {[view.slot for view in ordered]}, "
                 f"give exactly one for each of 0..{node.slots - 1}"
             )
-        record = json.dumps(asdict(node) | {"idle": all(view.idle for view in ordered)})
-        arguments: list[str | int] = [_encode(node.node_id), record, node.capacity_tokens]
-        arguments += [self.ttl_ms, self.landing_ms, _RETENTION_MS]
+        record = {
+            "node": asdict(node),
+            "status": asdict(status),
+            "slots": [{"in_use": view.in_use, "state": view.state} for view in ordered],
+        }
+        arguments: list[Argument] = [encode(node.node_id), json.dumps(record), encode(node.card), node.capacity_tokens]
+        arguments += [int(status.idle), status.busy_ms, int(status.draining)]
+        arguments += [self.ttl_ms, self.landing_ms, self.waiter_ttl_ms, _RETENTION_MS]
         for view in ordered:
             arguments += [view.floor, "" if view.in_use is None else view.in_use]
 
         async def publish() -> list[int]:
-            reply: list[int] = await self._register(keys=_pool_keys(node.model), args=arguments)
+            reply: list[int] = await self._server.script("register", node.model, arguments)
             # Another hash slot, so not part of the script; repeated each time, as an emptied Redis has lost
             # it too.
-            await self._redis.sadd(_POOL_INDEX, node.model)
+            await self._server.command("SADD", _POOL_INDEX, node.model)
             return reply
 
         reply = await self._call("register", publish)
         pairs = zip(reply[::2], reply[1::2], strict=True)
         return tuple(SlotState(slot, epoch, leased == 1) for slot, (epoch, leased) in enumerate(pairs))
 
-    async def acquire(
-        self, model: str, tokens: int, nonce: str, lease_ms: int, *, avoid: Collection[str] = ()
-    ) -> Grant | NoSlot:
-        """Leases the best free slot: of an idle node if there is one, and the smallest that fits.
-
-        Args:
-            model: the pool.
-            tokens: how many the slot must hold, prompt and answer.
-            nonce: unique for each wish. Repeated within `lease_ms`, it returns the same grant for as long as
-                that is still the slot's lease, so a caller that lost the reply does not lose the slot.
-            lease_ms: how long the grant may go unused by the daemon; the daemon's `landing_ms` bounds it as
-                well.
-            avoid: ids of nodes not to be given, such as one that has just refused.
-
-        Raises:
-            ValueError: an argument is out of range.
-        """
-        if not nonce:
-            raise ValueError("nonce is empty; give each acquire a random one")
-        if not 0 <= tokens <= MAX_CAPACITY_TOKENS:
-            raise ValueError(f"tokens is {tokens}, it must lie in 0..{MAX_CAPACITY_TOKENS}")
-        if lease_ms < 1:
-            raise ValueError(f"lease_ms is {lease_ms}, it must be at least 1")
-        keys = [*_pool_keys(model), _pool_key(model, "grant:" + nonce)]
-        arguments = [tokens, lease_ms, *map(_encode, avoid)]
-        status, *granted = await self._call("acquire", lambda: self._acquire(keys=keys, args=arguments))
-        if status != "granted":
-            return NoSlot(status)
-        record, slot, epoch = granted
-        node = _node(record)
-        return Grant(
-            pool=model,
-            node_id=node.node_id,
-            slot=slot,
-            epoch=epoch,
-            card=node.card,
-            decode_endpoint=node.decode_endpoint,
-            control_host=node.control_host,
-            control_port=node.control_port,
-            capacity_tokens=node.capacity_tokens,
-        )
-
     async def release(self, pool: str, node_id: str, slot: int, epoch: int) -> bool:
-        """Frees the slot if `epoch` is its lease.
+        """Frees a slot of the daemon's own after its use, if `epoch` is its lease; the next waiter gets it.
 
         Returns:
             False when it is not: released before, taken back, or the node has left. Nothing was changed then.
             After a lost reply the repetition finds its own work done and returns False too.
         """
-        arguments = [_encode(node_id), slot, epoch]
-        freed = await self._call("release", lambda: self._release(keys=_pool_keys(pool), args=arguments))
+        arguments: list[Argument] = [encode(node_id), slot, epoch, self.waiter_ttl_ms]
+        freed = await self._call("release", lambda: self._server.script("release", pool, arguments))
         return bool(freed)
 
     async def unregister(self, node: Node) -> None:
         """Takes the node and its slots out of the pool. Its leases end, no epoch is ever repeated."""
-        arguments = [_encode(node.node_id)]
-        await self._call("unregister", lambda: self._unregister(keys=_pool_keys(node.model), args=arguments))
+        arguments: list[Argument] = [encode(node.node_id)]
+        await self._call("unregister", lambda: self._server.script("unregister", node.model, arguments))
+
+    # --- What gateways do ---
+
+    async def acquire(self, request: SlotRequest) -> Grant | Denied:
+        """Leases the best free slot, and waits for one in the pool's queue if the request says so.
+
+        Best is a slot of an idle node, then one of the node that will be free soonest.
+        """
+        if (undoing := self._undoing.get(request.nonce)) is not None:
+            await asyncio.wait([undoing])  # or it would undo this
+        try:
+            return await self._wait(request) if request.wait_ms and not self._hurried else await self._take(request)
+        except BaseException:
+            # The call may still be on its way, or have been granted a slot: what follows it undoes that.
+            self._undo(request)
+            raise
+
+    async def _take(self, request: SlotRequest) -> Grant | Denied:
+        return await self._ask(request, 0) or Denied(NoSlot.BUSY)  # nobody who has no time is told to wait
+
+    async def _wait(self, request: SlotRequest) -> Grant | Denied:
+        deadline = time.monotonic() + request.wait_ms / 1000
+        look_s = self.waiter_ttl_ms / 1000 / _LOOKS_PER_TTL
+        async with self._wakeups.expected(request.nonce, look_s) as woken:
+            while (left_s := deadline - time.monotonic()) > 0 and not self._hurried:
+                woken.clear()
+                outcome = await self._ask(request, max(1, round(left_s * 1000)))
+                if outcome is not None:
+                    return outcome
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(look_s * random.uniform(0.8, 1.0), left_s)):
+                        await woken.wait()
+        return await self._take(request)
+
+    async def give_back(self, grant: Grant) -> bool:
+        """Frees a slot that was not used, if it is still leased to this grant; the next waiter gets it.
+
+        Returns:
+            False when it is not: given back before, released by the daemon, or taken back.
+        """
+        return await self._end(grant.pool, grant.nonce)
+
+    def hurry(self) -> None:
+        """Makes every `acquire` take what is free now or go without: for a process that is about to stop."""
+        self._hurried = True
+        self._wakeups.wake_all()
+
+    # --- What people and metrics see ---
 
     async def pools(self) -> dict[str, PoolView]:
-        """All models that have a live node. Its cost grows with the nodes: not for each request."""
+        """All models that have a live node. Its cost does not grow with the nodes."""
         return await self._call("pools", self._read_pools)
+
+    async def inspect(self) -> dict[str, PoolReport]:
+        """Everything, for people to look at. Its cost grows with the nodes: not for each request."""
+        return await self._call("inspect", self._read_reports)
 
     async def _read_pools(self) -> dict[str, PoolView]:
         views: dict[str, PoolView] = {}
-        for model in sorted(map(str, await self._redis.smembers(_POOL_INDEX))):
-            free_slots, *records = await self._inspect(keys=_pool_keys(model))
-            if records:
-                nodes = sorted(map(_node, records), key=lambda node: node.node_id)
-                views[model] = PoolView(model=model, nodes=tuple(nodes), free_slots=free_slots)
+        arguments = [self.waiter_ttl_ms, _NODES_PER_CARD, random.randrange(1 << 30)]
+        for model in await self._models():
+            nodes, free, leased, waiting, *records = await self._server.script("overview", model, arguments)
+            cards: dict[str, tuple[Node, ...]] = {}
+            for record in records:
+                node = _node(record)
+                cards[node.card] = (*cards.get(node.card, ()), node)
+            if nodes:
+                views[model] = PoolView(model, cards, nodes, free, leased, waiting)
             else:
                 # A node that registers just now names its pool again at its next heartbeat.
-                await self._redis.srem(_POOL_INDEX, model)
+                await self._server.command("SREM", _POOL_INDEX, model)
         return views
 
-    def _script(self, name: str) -> Callable[..., Awaitable[Any]]:
-        room = files("leases")
-        text = room.joinpath("common.lua").read_text() + room.joinpath(f"{name}.lua").read_text()
-        # Runs by digest, and loads the script again where the server has lost it.
-        return self._redis.register_script(text)
+    async def _read_reports(self) -> dict[str, PoolReport]:
+        reports = []
+        for model in await self._models():
+            reports.append(_report(model, *await self._server.script("inspect", model, [self.waiter_ttl_ms])))
+        return {report.model: report for report in reports if report.nodes}
+
+    async def _models(self) -> list[str]:
+        return sorted(map(str, await self._server.command("SMEMBERS", _POOL_INDEX)))
+
+    # --- The calls ---
+
+    async def _ask(self, request: SlotRequest, wait_ms: int) -> Grant | Denied | None:
+        """Run the script once; None: the request waits."""
+        tenant = request.tenant
+        arguments: list[Argument] = [request.nonce, encode(request.card), request.tokens, request.lease_ms]
+        arguments += [wait_ms, self.waiter_ttl_ms, request.max_waiting]
+        arguments += [encode(tenant.name), tenant.max_leases, tenant.max_waiting] if tenant else ["", 0, 0]
+        arguments += [self._holder, self._wakeups.channel, ",".join(map(encode, request.avoid))]
+        status, *reply = await self._call("acquire", lambda: self._server.script("acquire", request.pool, arguments))
+        if status == "granted":
+            return _grant(request, *reply)
+        if status == "waiting":
+            return None
+        return Denied(NoSlot(status), reply[0] if reply[0] >= 0 else None)
+
+    async def _end(self, pool: str, nonce: str) -> bool:
+        arguments: list[Argument] = [nonce, self.waiter_ttl_ms]
+        return bool(await self._call("give_up", lambda: self._server.script("give_up", pool, arguments)))
+
+    def _undo(self, request: SlotRequest) -> None:
+        nonce = request.nonce
+        self._undoing[nonce] = asyncio.create_task(self._abandon(request))
+        self._undoing[nonce].add_done_callback(lambda _: self._undoing.pop(nonce, None))
+
+    async def _abandon(self, request: SlotRequest) -> None:
+        with suppress(LeasesUnavailable):  # then it runs out by itself
+            await self._end(request.pool, request.nonce)
 
     async def _call(self, operation: str, command: Callable[[], Awaitable[_T]]) -> _T:
+        if self._closed:
+            raise LeasesUnavailable(f"lease table: {operation} after aclose; make a new LeaseTable")
         try:
-            async with asyncio.timeout(self.timeout_s), self._turns:
-                return await command()
+            async with asyncio.timeout(self.timeout_s):
+                try:
+                    return await command()
+                except (RedisConnectionError, ConnectionError):
+                    # The server was restarted, or another call's failure took the connection with it. Every script
+                    # may be run twice.
+                    await asyncio.sleep(self.timeout_s * random.uniform(0.01, 0.05))
+                    return await command()
         except (RedisError, OSError) as error:  # OSError covers TimeoutError
+            if isinstance(error, TimeoutError):
+                self._server.drop()
             reason = str(error) or type(error).__name__
             raise LeasesUnavailable(
-                f"lease table: {operation} at {self._where} failed ({reason}; limit {self.timeout_s} s); "
+                f"lease table: {operation} at {self._connected.where} failed ({reason}; limit {self.timeout_s} s); "
                 "check that Redis runs there, accepts writes and this user, and that the URL is right"
             ) from error
 
 
-def _encode(name: str) -> str:
-    """Any text as letters, digits, `_.-~` and `%`: distinct names stay distinct, without brace or colon."""
-    return quote(name, safe="")
-
-
-def _pool_key(model: str, name: str) -> str:
-    # The braces put all keys of a pool into one hash slot of a Redis cluster.
-    return f"{_PREFIX}{{{_encode(model)}}}:{name}"
-
-
-def _pool_keys(model: str) -> list[str]:
-    if not model:
-        raise ValueError("the model name is empty; give the served model name")
-    return [_pool_key(model, name) for name in _POOL_KEYS]
-
-
 def _node(record: str) -> Node:
-    fields = json.loads(record)
-    del fields["idle"]
-    return Node(**fields)
+    return Node(**json.loads(record)["node"])
+
+
+def _grant(request: SlotRequest, record: str, slot: int, epoch: int) -> Grant:
+    node = _node(record)
+    return Grant(
+        pool=request.pool,
+        node_id=node.node_id,
+        slot=slot,
+        epoch=epoch,
+        nonce=request.nonce,
+        card=node.card,
+        decode_endpoint=node.decode_endpoint,
+        control_host=node.control_host,
+        control_port=node.control_port,
+        capacity_tokens=node.capacity_tokens,
+    )
+
+
+def _report(
+    model: str,
+    now: int,
+    facts: list[str],
+    nodes: list[str],
+    leases: list[str],
+    queue: list[str],
+    wishes: list[str],
+) -> PoolReport:
+    """Put together what `inspect.lua` returns; the forms of leases and wishes are `common.lua`'s."""
+    held = {member: lease.split(" ") for member, lease in zip(leases[::2], leases[1::2], strict=True)}
+
+    def slot(node_id: str, number: int, said: dict[str, Any]) -> SlotReport:
+        member = f"{encode(node_id)}:{number}"
+        if member not in held:
+            return SlotReport(number, said["state"], None, "", "", None)
+        epoch, since, _, stage, _, tenant, holder = held[member]
+        state = said["state"] if said["in_use"] == int(epoch) else {"o": "offered"}.get(stage, "leased")
+        age_ms = now - int(since) if since != "0" else None
+        return SlotReport(number, state, int(epoch), unquote(holder), unquote(tenant), age_ms)
+
+    reports = []
+    for record in map(json.loads, nodes[1::2]):
+        node = Node(**record["node"])
+        slots = tuple(slot(node.node_id, number, said) for number, said in enumerate(record["slots"]))
+        reports.append(NodeReport(node, NodeStatus(**record["status"]), slots))
+    waiters = []
+    for wish in (wish.split(" ") for wish in wishes):
+        _, _, tokens, _, give_up, tenant, _, holder, _, _ = wish
+        waiters.append(WaiterReport(unquote(holder), unquote(tenant), int(tokens), max(0, int(give_up) - now)))
+    _, mean_ms, served = facts
+    return PoolReport(
+        model=model,
+        nodes=tuple(sorted(reports, key=lambda report: report.node.node_id)),
+        queue=tuple(waiters),
+        served=int(served or 0),
+        mean_ms=int(mean_ms) if mean_ms else None,
+    )

@@ -3,12 +3,11 @@
 import asyncio
 import os
 import signal
-from typing import Any
 
 import pytest
 
 from cli.programs import find_program
-from leases import LeaseTable, NoSlot
+from leases import Denied, Grant, LeaseTable, NodeReport, SlotRequest
 from tests.kit.e2e import PROMPTS, Lane, quiet, read_stream
 from tests.kit.lane import LATENCY, until
 
@@ -85,19 +84,17 @@ class SecondDaemon:
             command[command.index(flag) + 1] = "0"
         self._table = LeaseTable(command[command.index("--redis-url") + 1])
         self._model = lane.settings.served_model_name
-        first = next(iter((await self._table.pools())[self._model].nodes))
+        (first,) = await self._nodes()
         environment = {**os.environ, **service.environment}
         self._process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=asyncio.subprocess.DEVNULL)
 
         async def registered() -> bool:
-            return len((await self._table.pools())[self._model].nodes) == 2
+            return len(await self._nodes()) == 2
 
         await until(registered, "the second daemon is registered", 60)
-        self._held: list[Any] = []
-        second = next(n.node_id for n in (await self._table.pools())[self._model].nodes if n.node_id != first.node_id)
-        while not isinstance(
-            grant := await self._table.acquire(self._model, 1, os.urandom(8).hex(), 60_000, avoid=[second]), NoSlot
-        ):
+        self._held: list[Grant] = []
+        (second,) = (one.node.node_id for one in await self._nodes() if one.node.node_id != first.node.node_id)
+        while isinstance(grant := await self._acquire(first.node.card, avoid=second), Grant):
             self._held.append(grant)
 
         async def known() -> bool:
@@ -108,13 +105,20 @@ class SecondDaemon:
 
     async def __aexit__(self, *_: object) -> None:
         for grant in self._held:
-            await self._table.release(grant.pool, grant.node_id, grant.slot, grant.epoch)
+            await self._table.give_back(grant)
         if self._process.returncode is None:
             self._process.kill()
         await self._process.wait()
 
         async def gone() -> bool:
-            return len((await self._table.pools())[self._model].nodes) == 1
+            return len(await self._nodes()) == 1
 
         await until(gone, "the dead daemon has left the table", 15)
         await self._table.aclose()
+
+    async def _nodes(self) -> tuple[NodeReport, ...]:
+        return (await self._table.inspect())[self._model].nodes
+
+    async def _acquire(self, card: str, *, avoid: str) -> Grant | Denied:
+        wish = SlotRequest(pool=self._model, card=card, tokens=1, lease_ms=60_000, avoid=(avoid,))
+        return await self._table.acquire(wish)

@@ -20,17 +20,19 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from gateway.body import Body
 from gateway.cards import Card, Cards, read_card
 from gateway.decode_client import DecodeClient
-from gateway.lane import LaneParts, LatencyLane, Prefill, Stages
+from gateway.lane import LaneParts, LatencyLane, Plain, Prefill, Refusal
 from gateway.metrics import GatewayMetrics
 from gateway.plan import Plan, make_plan
 from gateway.pools import Pools
 from gateway.relay import Relay
 from gateway.settings import GatewaySettings
+from gateway.slo import Wish
+from gateway.stages import Stages
 from gateway.upstream import Credentials, Upstream
 from handoff import decode_pb2 as pb
 from handoff.claim import CLAIM_KEY, ClaimKeys
 from handoff.decode_pb2_grpc import DecoderServicer, add_DecoderServicer_to_server
-from leases import Advertiser, LeasesUnavailable, LeaseTable, Node, SlotView
+from leases import Advertiser, LeasesUnavailable, LeaseTable, Node, NodeStatus, SlotView
 
 MODEL = "tiny"
 SECRET = "a secret of the gateway's tests"
@@ -226,14 +228,13 @@ class ScriptedDaemon(DecoderServicer):
                 slots=self.slots,
             )
             self._table, listed = table, asyncio.Event()
-            async with Advertiser(table, self.node, self._views, lambda _: listed.set()):
+            async with Advertiser(table, self.node, self._look, lambda _: listed.set()):
                 await asyncio.wait_for(listed.wait(), 10)
                 yield self
 
-    def _views(self) -> list[SlotView]:
-        return [
-            SlotView(slot, self._floors.get(slot, 0), self._running.get(slot), not self._running) for slot in range(self.slots)
-        ]
+    def _look(self) -> tuple[NodeStatus, list[SlotView]]:
+        views = [SlotView(slot, self._floors.get(slot, 0), self._running.get(slot)) for slot in range(self.slots)]
+        return NodeStatus(idle=not self._running), views
 
 
 # --- vLLM ---
@@ -351,9 +352,18 @@ class Rig:
             if sample.name.endswith("_total")
         }
 
+    async def decide(self, wish: Wish, **fields: Any) -> Plain | Refusal | Prefill:
+        """The lane's decision on a short chat completion."""
+        return await self.lane.decide(wish, json.dumps(chat(**{"max_tokens": 9} | fields)).encode(), CREDENTIALS)
+
     async def free_slots(self) -> int:
         view = (await self.table.pools()).get(MODEL)
         return 0 if view is None else view.free_slots
+
+    async def queue(self) -> int:
+        """How many requests wait for a slot."""
+        report = (await self.table.inspect()).get(MODEL)
+        return 0 if report is None else len(report.queue)
 
 
 @asynccontextmanager
@@ -375,8 +385,8 @@ async def rig(redis_url: str, vllm: ScriptedVllm, **settings: Any) -> AsyncItera
         )
         cards = Cards(client, 1.0)
         pools = Pools(table, cards, client, metrics)
-        await pools.start()
         stack.push_async_callback(pools.aclose)
+        await pools.start()
         parts = LaneParts(config, ClaimKeys(config.signing_keys), table, pools, cards, client, upstream, metrics)
         lane = LatencyLane(parts)
         stack.push_async_callback(lane.settle)

@@ -1,16 +1,23 @@
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+import grpc.aio
 import pytest
 import structlog
 import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from handoff.messages import Welcome
+from decode_daemon.daemon import running
+from handoff.decode_pb2_grpc import DecoderStub
+from handoff.identity import model_digest
+from handoff.messages import ModelIdentity, Welcome
+from leases import LeaseTable
 from tests.kit.control import Voice
-from tests.kit.handoff import Landing, landing
+from tests.kit.daemon import CONTEXT, LAYOUT, NAME, DaemonLane, Reference, Running, reference_of, settings
+from tests.kit.handoff import Landing, landing, prefill
 from tests.kit.streaming import Serve, serving
 from tests.kit.valkey import ValkeyProcess
 
@@ -84,3 +91,26 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
         yield process
     finally:
         process.stop()
+
+
+@pytest.fixture
+async def table(valkey: ValkeyProcess) -> AsyncIterator[LeaseTable]:
+    async with LeaseTable(valkey.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Reference:
+    return reference_of(model_dir)
+
+
+@pytest.fixture
+async def lane(model_dir: Path, valkey: ValkeyProcess, table: LeaseTable, reference: Reference) -> AsyncIterator[Running]:
+    """A daemon that a test may stop by closing the stack."""
+    identity = ModelIdentity(NAME, model_digest(model_dir), CONTEXT)
+    caches = [cache.view(torch.uint8) for cache in reference.caches]
+    async with AsyncExitStack() as stack:
+        daemon = await stack.enter_async_context(running(settings(model_dir, valkey)))
+        with prefill(layout=LAYOUT, caches=caches, model=identity) as worker:
+            async with grpc.aio.insecure_channel(daemon.node.decode_endpoint) as channel:
+                yield DaemonLane(daemon, DecoderStub(channel), table, worker), stack

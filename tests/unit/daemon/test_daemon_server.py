@@ -97,18 +97,23 @@ async def test_a_request_without_a_right_to_its_slot_is_refused_with_a_code(
     assert (await rest(holder))[-1].tokens.finish == pb.Tokens.LENGTH  # the holder is not disturbed
 
 
-async def test_a_daemon_that_is_draining_takes_nobody_new_and_finishes_what_it_has(serve: Serve) -> None:
-    server = await serve(ScriptedEngine(counting(1, 1)))
-    before = server.decode()
-    assert (await event(before)).HasField("reserved")
-    server.service.draining = True
-    (refusal,) = await rest(server.decode(slot=1))
-    assert refusal.failed.code == "draining"
-    server.epochs = 1
-    server.land()
-    assert (await rest(before))[-1].tokens.finish == pb.Tokens.LENGTH
-    await asyncio.wait_for(server.service.settle(), 1)
-    assert server.slots[0].state is SlotState.FREE
+async def test_what_the_engine_owes_is_known_from_the_reservation_on_and_falls_with_each_token(serve: Serve) -> None:
+    script = Endless(paced=True)
+    server = await serve(ScriptedEngine(script))
+    first = await server.landed(0, max_tokens=30)
+    waiting = server.decode(1, max_tokens=0)
+    assert (await event(waiting)).HasField("reserved")
+    assert [slot.owed for slot in server.slots] == [29, MODEL.context_tokens]  # the first token is prefill's
+    script.pace.release(3)
+    for left in (28, 27, 26):
+        assert (await event(first)).HasField("tokens")
+        await comes_true(lambda left=left: server.slots[0].owed <= left)  # type: ignore[misc]
+    assert server.slots[0].owed == 26
+    first.cancel()
+    waiting.cancel()
+    await server.all_free()
+    assert [slot.owed for slot in server.slots] == [0, 0]
+    await comes_true(lambda: server.service.served == 2)
 
 
 async def test_a_client_that_leaves_before_its_kv_has_landed_frees_the_slot(serve: Serve) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -133,11 +133,8 @@ async def test_a_call_that_envoy_cancels_frees_the_slot_within_a_second(stage: S
         call = stub.Process()
         for message in messages[:sent]:
             await call.write(message)
-
-        async def taken() -> bool:
-            return bool(stage.daemon.requests)
-
-        await eventually(taken)
+        for answered in ("request_headers", "request_body"):  # the slot is reserved by then
+            assert (await call.read()).WhichOneof("response") == answered
         call.cancel()
         await asyncio.wait_for(stage.daemon.cancelled.wait(), 1)
 
@@ -150,18 +147,60 @@ async def test_a_call_that_envoy_cancels_frees_the_slot_within_a_second(stage: S
 
 def settings(valkey: ValkeyProcess, **more: Any) -> GatewaySettings:
     values: dict[str, Any] = {"secret": SECRET, "redis_url": valkey.url, "listen_port": 0, "metrics_port": 0}
-    values["drain_timeout_s"] = 0.0
-    return GatewaySettings.load(**values | more)
+    return GatewaySettings.load(**values | {"drain_timeout_s": 0.0} | more)
 
 
 async def test_a_gateway_starts_serves_and_stops(valkey: ValkeyProcess) -> None:
-    async with running(settings(valkey)) as gateway:
+    async with running(settings(valkey)) as gateway, grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}") as channel:
+        call = ExternalProcessorStub(channel).Process()
+        await call.write(request_headers(path="/v1/models"))
+        assert len(await answers_of(call)) == 1
+    with pytest.raises(grpc.aio.AioRpcError):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}") as channel:
-            call = ExternalProcessorStub(channel).Process()
-            await call.write(request_headers(path="/v1/models"))
-            assert len(await answers_of(call)) == 1
-        assert not gateway.lane.draining
-    assert gateway.lane.draining
+            await answers_of(ExternalProcessorStub(channel).Process())
+
+
+async def test_a_draining_gateway_finishes_streams_spills_those_who_wait_and_answers_those_who_come(
+    stage: Stage, valkey: ValkeyProcess
+) -> None:
+    stage.daemon.script = [reserved(), "hang"]
+    waits = request_headers(("x-slo-class", b"latency"), ("x-slo-max-wait-ms", b"9000"))
+    body = request_body(STREAM)
+    config = settings(valkey, upstream_url=stage.vllm.url, drain_timeout_s=30.0)
+    async with AsyncExitStack() as whole, AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(running(config))
+        channel = await whole.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}"))
+        stub = ExternalProcessorStub(channel)
+        served, waiting = stub.Process(), stub.Process()
+        await said(served, request_headers(), body)
+        assert reason(await served.read()) == "ok"
+        await said(waiting, waits, body)
+        assert (await waiting.read()).override_message_timeout.seconds >= 9
+
+        async def queued() -> bool:
+            return await stage.rig.queue() == 1
+
+        await eventually(queued)
+        draining = asyncio.create_task(stack.pop_all().aclose())
+        assert reason((await answers_of(waiting))[-1]) == "draining"
+        late = stub.Process()
+        await late.write(request_headers())
+        assert [reason(answer) for answer in await answers_of(late)] == ["draining"]
+        assert not draining.done()
+        assert gateway.metrics.registry.get_sample_value("anchorleg_slot_wait_seconds_count", {"ended": "denied"}) == 1
+        served.cancel()
+        await asyncio.wait_for(draining, 5)
+
+
+async def said(call: Any, headers: Any, body: Any) -> None:
+    """Send a request as Envoy does: the body once the headers are answered."""
+    await call.write(headers)
+    assert (await call.read()).WhichOneof("response") == "request_headers"
+    await call.write(body)
+
+
+def reason(answer: Any) -> str:
+    return str(answer.dynamic_metadata["anchorleg"]["reason"])
 
 
 async def test_a_gateway_starts_without_redis() -> None:

@@ -24,6 +24,7 @@ from tests.kit.gateway import (
     response_body,
     response_headers,
     response_trailers,
+    rig,
     streams,
 )
 from tests.kit.valkey import eventually
@@ -133,6 +134,30 @@ class TestRequestPhase:
         _, last = await call(stage, request_headers(LATENCY, DENY), request_body(content))
         assert last.immediate_response.status.code == 503
         assert set_headers(last)["retry-after"] == b"1"
+
+    @pytest.mark.parametrize(
+        ("wait", "announced"), [(b"5000", True), (b" 1 ", True), (b"0", False), (b"", False), (b"-5", False), (b"1e9", False)]
+    )
+    async def test_envoy_is_asked_for_time_before_a_request_that_may_wait_and_before_no_other(
+        self, stage: Stage, wait: bytes, announced: bool
+    ) -> None:
+        written, _ = await call(stage, request_headers(LATENCY, ("x-slo-max-wait-ms", wait)), request_body(BODY))
+        assert kinds(written) == ["request_headers", *([None] if announced else []), "request_body"]
+        assert metadata(written[-1])["reason"] == "ok"
+        if announced:
+            assert written[1].override_message_timeout.seconds > int(wait) / 1000
+
+    async def test_the_tenant_is_read_from_the_header_that_the_settings_name(self, stage: Stage) -> None:
+        stage.daemon.script = [reserved(), "hang"]
+        headers = request_headers(LATENCY, ("x-tenant", b"acme"))
+        tenants = {"tenant_header": "x-tenant"}
+        async with rig(stage.rig.parts.settings.redis_url, stage.vllm, **tenants) as named:
+            wire = ScriptedWire(headers, request_body(BODY), then="hang")
+            running = asyncio.create_task(ExtProcStream(named.lane, wire).run())
+            await asyncio.wait_for(wire.drained.wait(), 5)
+            ((node,), *_) = [report.nodes for report in (await named.table.inspect()).values()]
+            assert [slot.tenant for slot in node.slots] == ["acme"]
+            await cancelled(running)
 
     async def test_several_values_and_odd_bytes_are_no_known_class(self, stage: Stage) -> None:
         for headers in ((LATENCY, LATENCY), (("x-slo-class", b"latency\xff"),), (("x-slo-class", b""),)):

@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from uuid import uuid4
 
 import pytest
+from redis.asyncio import Redis
 
 from gateway.cards import Cards, read_card
 from gateway.decode_client import DecodeClient, DecodeFailed
 from gateway.metrics import GatewayMetrics
 from gateway.pools import Pools
 from handoff import decode_pb2 as pb
-from leases import LeaseTable
+from leases import Grant, LeaseTable, Node, NodeStatus, SlotRequest, SlotView
 from tests.kit.gateway import (
     MODEL,
     ScriptedDaemon,
@@ -124,23 +127,51 @@ async def test_a_daemon_that_stops_is_a_failure_and_no_cancellation(client: Deco
         await stream.read(5)
 
 
-async def test_a_forgotten_daemons_running_stream_goes_on(client: DecodeClient) -> None:
+async def test_an_idle_channel_is_closed_and_one_with_a_running_stream_is_not() -> None:
     daemon = ScriptedDaemon([reserved(), landed(1), *(tokens(n, n) for n in range(1, 50))])
-    async with daemon.serving():
+    async with daemon.serving(), DecodeClient(idle_s=0) as client:
+        await client.describe(daemon.endpoint, 5)
         stream = await client.reserve(daemon.endpoint, pb.DecodeRequest(), 5)
-        client.forget_all_but(set())
-        await asyncio.sleep(0)
+        await client.close_idle()
+        assert list(client._channels) == [daemon.endpoint]
         assert (await stream.read(5)).landed.first_token == 1
         for position in range(1, 50):
             assert (await stream.read(5)).tokens.position == position
+        with pytest.raises(DecodeFailed, match="too early"):
+            await stream.read(5)
+
+        async def closed() -> bool:
+            await client.close_idle()
+            return not client._channels
+
+        await eventually(closed)
         await client.describe(daemon.endpoint, 5)
 
 
-async def test_closing_ends_the_streams_of_forgotten_daemons_too() -> None:
+async def test_a_channel_that_was_used_lately_stays_open(client: DecodeClient) -> None:
+    async with ScriptedDaemon().serving() as daemon:
+        await client.describe(daemon.endpoint, 5)
+        await client.close_idle()
+        assert list(client._channels) == [daemon.endpoint]
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_a_call_that_ended_in_any_way_keeps_no_channel(cancelled: bool) -> None:
+    async with ScriptedDaemon(["hang"]).serving() as daemon, DecodeClient(idle_s=0) as client:
+        with pytest.raises(DecodeFailed):
+            await client.reserve(daemon.endpoint if cancelled else NOBODY, pb.DecodeRequest(), 0.1 if cancelled else 5)
+
+        async def closed() -> bool:
+            await client.close_idle()
+            return not client._channels
+
+        await eventually(closed)
+
+
+async def test_closing_ends_running_streams() -> None:
     async with ScriptedDaemon([reserved(), "hang"]).serving() as daemon:
         async with DecodeClient() as client:
             await client.reserve(daemon.endpoint, pb.DecodeRequest(), 5)
-            client.forget_all_but(set())
         await asyncio.wait_for(daemon.cancelled.wait(), 1)
 
 
@@ -192,22 +223,46 @@ async def test_a_card_that_cannot_be_read_is_the_daemons_failure(client: DecodeC
         assert (await cards.fetch("card-1", daemon.endpoint)).model == MODEL
 
 
-async def test_pools_show_models_and_slots_and_forget_what_is_gone(redis_url: str, vllm: ScriptedVllm) -> None:
+async def test_pools_show_models_slots_daemons_and_waiters_and_forget_what_is_gone(redis_url: str) -> None:
     async with LeaseTable(redis_url, timeout_s=5) as table, DecodeClient() as client:
         metrics = GatewayMetrics()
         pools = Pools(table, Cards(client, 5), client, metrics)
-        async with ScriptedDaemon(slots=2).registered(redis_url):
+
+        def shown() -> tuple[float | None, ...]:
+            value = metrics.registry.get_sample_value
+            slots = [value("anchorleg_pool_slots", {"model": MODEL, "state": state}) for state in ("free", "leased")]
+            return (*slots, *(value(f"anchorleg_pool_{name}", {"model": MODEL}) for name in ("nodes", "waiting")))
+
+        async with ScriptedDaemon(slots=2).registered(redis_url), ScriptedDaemon().registered(redis_url):
+            request = SlotRequest(pool=MODEL, card="card-1", tokens=10, lease_ms=60_000)
+            assert isinstance(await table.acquire(request), Grant)
             await pools.start()
-            view = pools.get(MODEL)
-            assert view is not None
-            assert metrics.registry.get_sample_value("anchorleg_pool_slots", {"model": MODEL, "state": "free"}) == 2
+            assert pools.get(MODEL) is not None
+            assert shown() == (2, 1, 2, 0)
+            for _ in range(2):
+                assert isinstance(await table.acquire(replace(request, nonce=uuid4().hex)), Grant)
+            waiting = asyncio.create_task(table.acquire(replace(request, nonce="waits", wait_ms=30_000)))
+
+            async def seen() -> bool:
+                return shown() == (0, 3, 2, 1)
+
+            await eventually(seen)
+            waiting.cancel()
+            await asyncio.wait([waiting])
 
         async def gone() -> bool:
             return pools.get(MODEL) is None
 
         await eventually(gone)
-        assert metrics.registry.get_sample_value("anchorleg_pool_slots", {"model": MODEL, "state": "free"}) is None
+        assert shown() == (None, None, None, None)
         await pools.aclose()
+
+
+async def test_a_card_is_had_from_another_daemon_where_one_does_not_tell_it(redis_url: str, vllm: ScriptedVllm) -> None:
+    # The smaller daemon is named first.
+    silent = ScriptedDaemon(describe=never, capacity=100)
+    async with silent.registered(redis_url), ScriptedDaemon().registered(redis_url), rig(redis_url, vllm) as lane:
+        assert lane.parts.cards.get("card-1") is not None
 
 
 async def test_one_bad_daemon_keeps_no_other_away(redis_url: str, vllm: ScriptedVllm) -> None:
@@ -242,19 +297,18 @@ async def test_the_view_outlives_redis_and_whatever_is_written_there(own_valkey:
         await eventually(up)
 
 
-async def test_a_record_that_cannot_be_read_does_not_end_the_reading(redis_url: str, vllm: ScriptedVllm) -> None:
-    from redis.asyncio import Redis
-
-    async with Redis.from_url(redis_url) as redis, ScriptedDaemon().registered(redis_url), rig(redis_url, vllm) as lane:
+async def test_a_record_that_cannot_be_read_ends_neither_start_nor_reading(redis_url: str, vllm: ScriptedVllm) -> None:
+    later = Node("later", MODEL, "card-1", NOBODY, "127.0.0.1", 1, 4096, 1)
+    async with Redis.from_url(redis_url) as redis, LeaseTable(redis_url, ttl_ms=60_000, timeout_s=5) as table:
+        await table.register(later, NodeStatus(), [SlotView(0, 0, None)])
         (key,) = await redis.keys("*nodes")
-        await redis.hset(key, "later-version", '{"node_id":"x","new":1}')
-        reading = asyncio.create_task(lane.parts.pools._refresh())
-        with pytest.raises(Exception, match=r"idle"):
-            await reading
-        await redis.hdel(key, "later-version")
-        async with ScriptedDaemon(card=card_message(fingerprint="card-2")).registered(redis_url):
+        await redis.hset(key, "later", '{"node":{"node_id":"later","new":1}}')
+        async with rig(redis_url, vllm) as lane:
+            assert lane.parts.pools.get(MODEL) is None
+            await table.unregister(later)
+            async with ScriptedDaemon(card=card_message(fingerprint="card-2")).registered(redis_url):
 
-            async def seen() -> bool:
-                return lane.parts.cards.get("card-2") is not None
+                async def seen() -> bool:
+                    return lane.parts.cards.get("card-2") is not None
 
-            await eventually(seen)
+                await eventually(seen)

@@ -13,7 +13,7 @@ from gateway.errors import BadRequest, LaneUnavailable, NoSlotInTime
 from gateway.lane import Plain, Prefill, Refusal
 from gateway.slo import SloClass, Wish
 from handoff.claim import from_params
-from leases import Grant, LeaseTable
+from leases import Denied, Grant, LeaseTable, Node, NodeStatus, SlotRequest, SlotView
 from tests.kit.gateway import (
     CREDENTIALS,
     MODEL,
@@ -47,7 +47,7 @@ async def lane(redis_url: str, vllm: ScriptedVllm) -> AsyncIterator[Rig]:
 
 
 async def decide(made: Rig, wish: Wish = ALLOW, **fields: Any) -> Plain | Refusal | Prefill:
-    return await made.lane.decide(wish, json.dumps(chat(**{"max_tokens": 9} | fields)).encode(), CREDENTIALS)
+    return await made.decide(wish, **fields)
 
 
 async def all_free(made: Rig, slots: int = 1, within_s: float = 1) -> None:
@@ -87,7 +87,7 @@ class TestEarly:
         assert isinstance(refused.error, BadRequest)
 
     async def test_a_gateway_that_stops_takes_no_more(self, lane: Rig) -> None:
-        lane.lane.draining = True
+        lane.lane.drain()
         assert lane.lane.early(ALLOW, "POST", CHAT, has_body=True) == Plain("draining")
         refused = lane.lane.early(DENY, "POST", CHAT, has_body=True)
         assert isinstance(refused, Refusal)
@@ -178,10 +178,8 @@ async def test_model_defaults_that_the_lane_cannot_apply_are_plain_vllms(redis_u
 
 async def test_a_slot_too_small_for_the_context_is_plain_vllms(redis_url: str, vllm: ScriptedVllm) -> None:
     async with ScriptedDaemon(WILLING).serving() as daemon, LeaseTable(redis_url, timeout_s=5) as table:
-        from leases import Node, SlotView
-
         node = Node("n", MODEL, "card-1", daemon.endpoint, "127.0.0.1", 1, 100, 1)
-        await table.register(node, [SlotView(0, 0, None, True)])
+        await table.register(node, NodeStatus(), [SlotView(0, 0, None)])
         async with rig(redis_url, vllm) as made:
             assert await decide(made) == Plain("too_long")
             assert isinstance(await decide(made, DENY), Refusal)
@@ -239,9 +237,9 @@ class TestLength:
         asked: list[int] = []
         acquire = lane.parts.table.acquire
 
-        async def noting(model: str, tokens: int, *rest: Any, **more: Any) -> Any:
-            asked.append(tokens)
-            return await acquire(model, tokens, *rest, **more)
+        async def noting(request: SlotRequest) -> Grant | Denied:
+            asked.append(request.tokens)
+            return await acquire(request)
 
         lane.parts.table.acquire = noting  # type: ignore[method-assign]
         for limit in (None, 50):
@@ -253,7 +251,7 @@ class TestLength:
         assert asked[1] == len(json.dumps(chat(max_tokens=50))) + 512 + 50
 
 
-UNWILLING = {
+UNWILLING: dict[str, tuple[Step, ...]] = {
     "refuses": (failed("slot_busy"),),
     "dies": ("die",),
     "says_something_else": (landed(1), "hang"),
@@ -293,10 +291,8 @@ async def test_a_dead_daemon_that_is_still_listed_is_found_before_any_prefill(re
     async with daemon.registered(redis_url), rig(redis_url, vllm) as made:
         assert daemon.node is not None
         dead = type(daemon.node)("dead", MODEL, "card-1", "127.0.0.1:1", "127.0.0.1", 1, 4096, 1)
-        from leases import SlotView
-
         async with LeaseTable(redis_url, timeout_s=5) as table:
-            await table.register(dead, [SlotView(0, 0, None, True)])
+            await table.register(dead, NodeStatus(), [SlotView(0, 0, None)])
         await daemon_alone_serves(made, daemon)
 
 
@@ -364,39 +360,17 @@ async def served_and_left(made: Rig) -> None:
         decision.stream.cancel()
 
 
-async def test_a_request_cancelled_while_its_lease_is_granted_gives_it_back_at_once(lane: Rig) -> None:
-    acquire = lane.parts.table.acquire
-    granted, go_on = asyncio.Event(), asyncio.Event()
-
-    async def slow(*arguments: Any, **more: Any) -> Any:
-        grant = await acquire(*arguments, **more)
-        granted.set()
-        await go_on.wait()
-        return grant
-
-    lane.parts.table.acquire = slow  # type: ignore[method-assign]
-    deciding = asyncio.create_task(decide(lane))
-    await granted.wait()
-    assert await lane.free_slots() == 0
-    deciding.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await deciding
-    go_on.set()
-    await lane.lane.settle()
-    assert await lane.free_slots() == 1
-
-
 async def test_a_request_cancelled_again_while_it_gives_back_does_give_back(redis_url: str, vllm: ScriptedVllm) -> None:
     daemon = ScriptedDaemon(("hang",))
     async with daemon.registered(redis_url), rig(redis_url, vllm, reserve_timeout_s=30) as made:
-        release, releasing, go_on = made.parts.table.release, asyncio.Event(), asyncio.Event()
+        give_back, giving_back, go_on = made.parts.table.give_back, asyncio.Event(), asyncio.Event()
 
-        async def slow(*arguments: Any) -> bool:
-            releasing.set()
+        async def slow(grant: Grant) -> bool:
+            giving_back.set()
             await go_on.wait()
-            return await release(*arguments)
+            return await give_back(grant)
 
-        made.parts.table.release = slow  # type: ignore[method-assign,assignment]
+        made.parts.table.give_back = slow  # type: ignore[method-assign]
         deciding = asyncio.create_task(decide(made))
 
         async def asked() -> bool:
@@ -404,7 +378,7 @@ async def test_a_request_cancelled_again_while_it_gives_back_does_give_back(redi
 
         await eventually(asked)
         deciding.cancel()
-        await releasing.wait()
+        await giving_back.wait()
         deciding.cancel()
         with pytest.raises(asyncio.CancelledError):
             await deciding
@@ -413,9 +387,11 @@ async def test_a_request_cancelled_again_while_it_gives_back_does_give_back(redi
         await all_free(made)
 
 
-async def test_a_lease_that_cannot_be_given_back_is_no_error(lane: Rig) -> None:
-    grant = await lane.parts.table.acquire(MODEL, 10, "n", 10_000)
-    assert isinstance(grant, Grant)
-    async with LeaseTable("unix:///nowhere.sock", timeout_s=0.2) as away:
-        lane.parts.table.release = away.release  # type: ignore[method-assign]
-        await lane.lane._give_back(grant)
+async def test_a_lease_that_cannot_be_given_back_is_no_error(redis_url: str, vllm: ScriptedVllm) -> None:
+    async with (
+        ScriptedDaemon(UNWILLING["refuses"]).registered(redis_url),
+        rig(redis_url, vllm) as made,
+        LeaseTable("unix:///nowhere.sock", timeout_s=0.2) as away,
+    ):
+        made.parts.table.give_back = away.give_back  # type: ignore[method-assign]
+        assert await decide(made) == Plain("daemon_unavailable")

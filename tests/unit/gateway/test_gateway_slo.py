@@ -1,4 +1,4 @@
-"""The headers that choose the lane: whatever a client writes there is one of three classes."""
+"""The headers that choose the lane: whatever a client writes there is one of three classes, and a time or none."""
 
 import pytest
 from hypothesis import given
@@ -45,3 +45,48 @@ def test_only_deny_forbids_the_throughput_lane(value: str, fallback: bool) -> No
 @given(st.text())
 def test_any_value_is_one_of_few(value: str) -> None:
     assert read_wish({"x-slo-class": value}).slo_class in SloClass
+
+
+@pytest.mark.parametrize(
+    ("value", "wait_ms"),
+    [
+        ("0", 0),
+        ("250", 250),
+        (" 250\t", 250),
+        ("000250", 250),
+        ("0" * 5000 + "7", 7),
+        ("999999999", 999_999_999),
+        ("1000000000", 10**9),
+        ("9" * 100_000, 10**9),
+        ("", None),
+        (" ", None),
+        ("-1", None),
+        ("+1", None),
+        ("1.5", None),
+        ("1e3", None),
+        ("1_000", None),
+        ("100,200", None),
+        ("1 2", None),
+        ("250ms", None),
+        ("0x10", None),
+        ("²", None),
+        ("٣", None),
+        ("inf", None),
+        ("\x00", None),
+    ],
+)
+def test_a_wait_is_a_decimal_number_and_anything_else_is_none_at_all(value: str, wait_ms: int | None) -> None:
+    assert read_wish({"x-slo-class": "latency", "x-slo-max-wait-ms": value}).wait_ms == wait_ms
+
+
+@given(st.text())
+def test_any_wait_is_a_time_or_none(value: str) -> None:
+    wait_ms = read_wish({"x-slo-max-wait-ms": value}).wait_ms
+    assert wait_ms is None or 0 <= wait_ms <= 10**9
+
+
+def test_a_tenant_is_read_from_the_header_that_is_named_for_it_and_from_no_other() -> None:
+    headers = {"x-slo-class": "latency", "x-tenant": " a,b ", "": "nobody"}
+    assert read_wish(headers, "x-tenant").tenant == " a,b "
+    assert read_wish(headers, "x-other").tenant is None
+    assert read_wish(headers).tenant is None

@@ -5,7 +5,7 @@ import pytest
 from redis.asyncio import Redis
 
 from leases import LeaseTable
-from tests.kit.valkey import ValkeyProcess
+from tests.kit.valkey import ValkeyProcess, Wire
 
 
 @pytest.fixture(scope="session")
@@ -56,3 +56,23 @@ async def mortal(server: ValkeyProcess, redis: Redis) -> AsyncIterator[LeaseTabl
     """The same table for a daemon that counts as dead 50 ms after a heartbeat."""
     async with LeaseTable(server.url, ttl_ms=50, landing_ms=60_000, timeout_s=5) as client:
         yield client
+
+
+@pytest.fixture
+async def quick(server: ValkeyProcess, redis: Redis) -> AsyncIterator[LeaseTable]:
+    """A table where a waiter that has been silent for 200 ms counts as gone."""
+    async with LeaseTable(server.url, ttl_ms=60_000, landing_ms=60_000, waiter_ttl_ms=200, timeout_s=5) as client:
+        yield client
+
+
+@pytest.fixture
+async def patient(server: ValkeyProcess, redis: Redis) -> AsyncIterator[LeaseTable]:
+    """A table whose waiters look for themselves only every 12 s, so that a slot found before was told of."""
+    async with LeaseTable(server.url, ttl_ms=60_000, landing_ms=60_000, waiter_ttl_ms=60_000, timeout_s=5) as client:
+        yield client
+
+
+@pytest.fixture
+async def wire(server: ValkeyProcess, tmp_path: Path) -> AsyncIterator[Wire]:
+    async with Wire(server, tmp_path / "wire.sock") as line:
+        yield line

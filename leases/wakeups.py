@@ -1,0 +1,83 @@
+"""The knock on the door: one subscription per process, on which the table names the waiters that were given a slot.
+
+A message is a hint and nothing more: it can be lost, so every waiter looks for itself now and then.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import structlog
+from redis.exceptions import RedisError
+
+_log = structlog.get_logger(__name__)
+
+_READ_S = 5.0
+_FIRST_BACKOFF_S = 0.05
+_LAST_BACKOFF_S = 1.0
+
+
+class Wakeups:
+    """Listens from the first waiter on, until closed.
+
+    Args:
+        pubsub: makes a subscription object of the client.
+        channel: this process' own.
+    """
+
+    def __init__(self, pubsub: Callable[[], Any], channel: str) -> None:
+        self.channel = channel
+        self._pubsub = pubsub
+        self._events: dict[str, asyncio.Event] = {}
+        self._subscribed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def expected(self, nonce: str, patience_s: float) -> AsyncIterator[asyncio.Event]:
+        """Yield the event of a wish; waits `patience_s` at most for the subscription, as one made later could miss it."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="lease-wakeups")
+        event = self._events[nonce] = asyncio.Event()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._subscribed.wait()
+            yield event
+        finally:
+            self._events.pop(nonce, None)
+
+    def wake_all(self) -> None:
+        """Let every waiter look for itself."""
+        for event in self._events.values():
+            event.set()
+
+    async def aclose(self) -> None:
+        """Stop listening."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _run(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            pubsub = self._pubsub()
+            try:
+                await pubsub.subscribe(self.channel)
+                self._subscribed.set()
+                self.wake_all()  # what was said in the meantime is lost
+                backoff_s = _FIRST_BACKOFF_S
+                while True:
+                    message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=_READ_S)
+                    if message is not None and (event := self._events.get(message["data"])) is not None:
+                        event.set()
+            except (RedisError, OSError) as error:
+                _log.warning("lease_wakeups_lost", error=str(error), consequence="waiters look for themselves")
+            finally:
+                self._subscribed.clear()
+                with suppress(RedisError, OSError):
+                    await pubsub.aclose()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
