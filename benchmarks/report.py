@@ -57,7 +57,7 @@ def report(bench: str, measures: Sequence[Measure], *, json_file: Path | None, c
             verdict = f"{goal} {'met' if goal.met(measure.value) else 'MISSED'}"
             if not goal.met(measure.value):
                 missed.append(f"{measure.name} is {measure.value:.4g} {measure.unit}, the goal is {goal} ({goal.what})")
-        table.add_row(measure.name, f"{measure.value:,.4g} {measure.unit}", verdict, measure.detail)
+        table.add_row(measure.name, f"{_digits(measure.value)} {measure.unit}", verdict, measure.detail)
     console.print(table)
     if json_file is not None:
         written = {m.name: {**asdict(m), "goal": asdict(wanted[m.name]) if m.name in wanted else None} for m in measures}
@@ -65,3 +65,7 @@ def report(bench: str, measures: Sequence[Measure], *, json_file: Path | None, c
     for line in missed:
         console.print(f"missed: {line}")
     return 1 if check and missed else 0
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4g}"

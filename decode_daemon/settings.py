@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from leases.url import parse as parse_redis_url
 from process.settings import ProcessSettings
 
 
@@ -34,3 +35,9 @@ class DaemonSettings(ProcessSettings):
     drain_timeout_s: float = Field(
         60.0, ge=0, description="On SIGTERM: how long running requests may go on before they are left to vLLM."
     )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_can_be_found(cls, url: str) -> str:
+        parse_redis_url(url)
+        return url

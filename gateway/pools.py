@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import Iterable
 
 import structlog
@@ -14,6 +16,8 @@ from leases import LeasesUnavailable, LeaseTable, Node, PoolView
 log = structlog.get_logger(__name__)
 
 _PERIOD_S = 1.0
+_RESTLESS_PERIOD_S = 0.2
+_RESTLESS_S = 3.0
 _FIRST_CARDS_S = 10.0
 
 
@@ -26,6 +30,7 @@ class Pools:
         self._client = client
         self._metrics = metrics
         self._views: dict[str, PoolView] = {}
+        self._restless_until = 0.0  # time.monotonic(); until then the table is looked at more often
         self._task: asyncio.Task[None] | None = None
         self._fetching: dict[str, asyncio.Task[None]] = {}  # by the card's fingerprint
 
@@ -51,7 +56,7 @@ class Pools:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.sleep(_PERIOD_S if time.monotonic() >= self._restless_until else _RESTLESS_PERIOD_S)
             await self._client.close_idle()
             await self._read()
 
@@ -68,7 +73,11 @@ class Pools:
         except LeasesUnavailable:
             # The last view stands: cards and channels stay, and acquire has its own say on who may have a slot.
             self._metrics.leases_up.set(0)
+            self._restless_until = math.inf
             return
+        if self._restless_until == math.inf or self._views.keys() - views.keys():
+            # Redis came back empty, say: the daemons fill it again one by one.
+            self._restless_until = time.monotonic() + _RESTLESS_S
         self._metrics.leases_up.set(1)
         self._show(views)
         self._views = views

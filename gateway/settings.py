@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from leases.url import parse as parse_redis_url
 from process.settings import ProcessSettings
 
 
@@ -55,6 +56,12 @@ class GatewaySettings(ProcessSettings):
     )
     template_tokens: int = Field(512, ge=0, description="Most tokens that a chat template adds to a prompt's bytes.")
     drain_timeout_s: float = Field(60.0, ge=0, description="On SIGTERM: how long running streams may go on.")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_can_be_found(cls, url: str) -> str:
+        parse_redis_url(url)
+        return url
 
     @field_validator("tenant_header", mode="before")
     @classmethod

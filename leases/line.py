@@ -70,9 +70,10 @@ class Line:
                 if reader is not None:  # of a connection that failed: it takes no time to be through with it
                     await asyncio.wait([reader])
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
-                self._due = deque()
-                self._connection = connection
-                self._reader = asyncio.create_task(self._read(connection, self._due), name="lease-line")
+                due: deque[asyncio.Future[Any]] = deque()
+                self._reader = asyncio.create_task(self._read(connection, due), name="lease-line")
+                await asyncio.sleep(0)  # a task cancelled before its first step would not let go of the connection
+                self._connection, self._due = connection, due
         return self._connection, self._due
 
     async def _read(self, connection: Any, due: "deque[asyncio.Future[Any]]") -> None:

@@ -118,12 +118,16 @@ class LeaseTable:
 
         What is leased or published stays so until its time is over.
         """
-        while self._undoing:
-            await asyncio.wait(self._undoing.values())
-        self._closed = True
-        await self._wakeups.aclose()
-        await self._server.aclose()
-        await self._connected.aclose()
+        try:
+            while self._undoing:
+                await asyncio.wait(self._undoing.values())
+        finally:
+            self._closed = True
+            try:
+                await self._wakeups.aclose()
+                await self._server.aclose()
+            finally:
+                await self._connected.aclose()
 
     async def ping(self) -> None:
         """Returns when Redis has answered."""
@@ -214,7 +218,7 @@ class LeaseTable:
     async def _wait(self, request: SlotRequest) -> Grant | Denied:
         deadline = time.monotonic() + request.wait_ms / 1000
         look_s = self.waiter_ttl_ms / 1000 / _LOOKS_PER_TTL
-        async with self._wakeups.expected(request.nonce, look_s) as woken:
+        with self._wakeups.expected(request.nonce) as woken:
             while (left_s := deadline - time.monotonic()) > 0 and not self._hurried:
                 woken.clear()
                 outcome = await self._ask(request, max(1, round(left_s * 1000)))

@@ -4,8 +4,8 @@ A message is a hint and nothing more: it can be lost, so every waiter looks for 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
@@ -15,7 +15,7 @@ _log = structlog.get_logger(__name__)
 
 _READ_S = 5.0
 _FIRST_BACKOFF_S = 0.05
-_LAST_BACKOFF_S = 1.0
+_LAST_BACKOFF_S = 5.0
 
 
 class Wakeups:
@@ -30,19 +30,15 @@ class Wakeups:
         self.channel = channel
         self._pubsub = pubsub
         self._events: dict[str, asyncio.Event] = {}
-        self._subscribed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    @asynccontextmanager
-    async def expected(self, nonce: str, patience_s: float) -> AsyncIterator[asyncio.Event]:
-        """Yield the event of a wish; waits `patience_s` at most for the subscription, as one made later could miss it."""
+    @contextmanager
+    def expected(self, nonce: str) -> Iterator[asyncio.Event]:
+        """Yield the event of a wish. It is set, too, once the subscription stands: what was said before that is lost."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="lease-wakeups")
         event = self._events[nonce] = asyncio.Event()
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    await self._subscribed.wait()
             yield event
         finally:
             self._events.pop(nonce, None)
@@ -61,22 +57,24 @@ class Wakeups:
                 await task
 
     async def _run(self) -> None:
-        backoff_s = _FIRST_BACKOFF_S
+        backoff_s, away = _FIRST_BACKOFF_S, False
         while True:
             pubsub = self._pubsub()
             try:
-                await pubsub.subscribe(self.channel)
-                self._subscribed.set()
-                self.wake_all()  # what was said in the meantime is lost
-                backoff_s = _FIRST_BACKOFF_S
+                async with asyncio.timeout(_READ_S):
+                    await pubsub.subscribe(self.channel)
+                self.wake_all()
+                backoff_s, away = _FIRST_BACKOFF_S, False
                 while True:
                     message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=_READ_S)
                     if message is not None and (event := self._events.get(message["data"])) is not None:
                         event.set()
             except (RedisError, OSError) as error:
-                _log.warning("lease_wakeups_lost", error=str(error), consequence="waiters look for themselves")
+                if not away:
+                    reason = str(error) or type(error).__name__
+                    _log.warning("lease_wakeups_lost", error=reason, consequence="waiters look for themselves")
+                away = True
             finally:
-                self._subscribed.clear()
                 with suppress(RedisError, OSError):
                     await pubsub.aclose()
             await asyncio.sleep(backoff_s)

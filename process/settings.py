@@ -41,7 +41,11 @@ class ProcessSettings(BaseSettings):
         description="Key that signs claims, shared by gateways, connectors and daemons. While a key is being "
         "changed: NEW,OLD. The first signs, all verify. Better given by environment than by flag."
     )
-    redis_url: str = Field(default="redis://127.0.0.1:6379/0", description="The Redis that holds the lease table.")
+    redis_url: str = Field(
+        default="redis://127.0.0.1:6379/0",
+        description="The Redis that holds the lease table.",
+        repr=False,  # it may hold a password
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe level shown.")
     log_format: Literal["console", "json"] | None = Field(
         default=None, description="How log lines look; by default console on a terminal and json elsewhere."
@@ -191,7 +195,8 @@ def _describe(settings: type[ProcessSettings], error: ValidationError, flags: di
         elif problem["type"] == "missing":
             lines.append(f"{field} is not set: give {flag_name(field)} or {variable}, or {field} in the file")
             continue
-        secret = field in settings.model_fields and settings.model_fields[field].annotation is SecretStr
+        known = settings.model_fields.get(field)
+        secret = known is not None and (known.annotation is SecretStr or not known.repr)
         shown = "(not shown)" if secret else repr(problem["input"])
         lines.append(f"{field} = {shown} from {where} does not fit: {problem['msg']}")
     return "\n".join(lines)
