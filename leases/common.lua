@@ -1,7 +1,7 @@
 -- Put in front of every script of the lease table. One pool is eleven keys in one hash slot, and no key is named after a
 -- node, a slot or a request: each script declares all it touches, and its cost does not grow with the pool.
 --
---   nodes      hash  node -> JSON of the node and of its last heartbeat, for readers; no script looks inside
+--   nodes      hash  node -> a line of JSON of the node and one of its last heartbeat, for readers: no script looks inside
 --   traits     hash  node -> "card capacity slots idle free_at draining filed", what scripts need to know of it; filed is
 --                    the free_at under which it stands in `ready`, or empty
 --   deadlines  zset  "n/node" -> when its heartbeat is overdue; "o/member" -> when a slot that was handed to a waiter and
@@ -35,12 +35,12 @@ end
 
 -- Lua's own conversion goes to exponents from 1e14 on.
 local function int(number)
-  return string.format('%.0f', number)
+  return string.format('%d', number)
 end
 
 -- Zero-padded, so that names sort like numbers: ten digits hold a capacity, fourteen a time.
 local function capacity_name(tokens)
-  return string.format('%010.0f', tokens)
+  return string.format('%010d', tokens)
 end
 
 local function range(prefix, separator)
@@ -107,7 +107,7 @@ local function write_traits(node, traits, free)
   if free > 0 and not traits.draining then
     filed = IDLE
     if free < traits.slots or not traits.idle then
-      filed = string.format('%014.0f', traits.free_at)
+      filed = string.format('%014d', traits.free_at)
     end
   end
   local size = traits.card .. '/' .. capacity_name(traits.capacity) .. '/'
@@ -128,7 +128,7 @@ local function node_of(member)
 end
 
 -- The one way a lease goes, so that nothing that was filed with it stays behind. The slot is not free yet.
-local function end_lease(member, lease)
+local function end_lease(member, lease, wish_is_its_own)
   redis.call('HDEL', LEASES, member)
   if lease.stage == 'o' then
     redis.call('ZREM', DEADLINES, 'o/' .. member)
@@ -136,7 +136,7 @@ local function end_lease(member, lease)
   if lease.tenant ~= '' then
     redis.call('ZREM', TENANTS, lease.tenant .. '/l/' .. member)
   end
-  if lease.nonce ~= '' and redis.call('HGET', WISHES, lease.nonce) == granted_wish(member, lease.epoch) then
+  if wish_is_its_own or lease.nonce ~= '' and redis.call('HGET', WISHES, lease.nonce) == granted_wish(member, lease.epoch) then
     redis.call('HDEL', WISHES, lease.nonce)
   end
 end

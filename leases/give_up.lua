@@ -9,7 +9,7 @@ if wish and wish.waiting then
 elseif wish then
   local lease = read_lease(wish.member)
   if lease and lease.epoch == wish.epoch then
-    end_lease(wish.member, lease)
+    end_lease(wish.member, lease, true)
     free_slot(wish.member)
     ended = 1
   end

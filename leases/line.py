@@ -30,27 +30,36 @@ class Line:
         self._due: deque[asyncio.Future[Any]] = deque()
         self._reader: asyncio.Task[None] | None = None
 
-    async def call(self, packed: bytes) -> Any:
+    async def call(self, packed: bytes, deadline: float) -> Any:
         """Send a command in Redis' protocol and return its reply.
 
-        Cancelling abandons the reply and leaves the line as it is. Raises RedisError or OSError; unless it is a
-        ResponseError, the server may have run the command or not.
+        Cancelling abandons the reply and leaves the line as it is. A reply that has not come at `deadline`, by the event
+        loop's clock, is a TimeoutError, and ends the connection for all others on it: it has probably gone dead. Raises
+        RedisError or OSError; unless it is a ResponseError, the server may have run the command or not.
         """
-        connection, due = await self._open()
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        if self._connection is None or not self._connection.is_connected:
+            async with asyncio.timeout_at(deadline):
+                await self._open()
+        connection, due = self._connection, self._due
+        if connection is None:
+            raise RedisConnectionError("the connection was lost at once")
+        reply: asyncio.Future[Any] = loop.create_future()
         due.append(reply)
+        late = loop.call_at(deadline, self._give_up, reply, due)  # asyncio.timeout costs several times that
         try:
             await connection.send_packed_command(packed, check_health=False)
+            return await reply
         except BaseException as error:
-            # What was written of it is not known, and redis-py has closed the connection.
-            reply.cancel()
-            self._fail(due, RedisConnectionError(f"connection lost: {error or type(error).__name__}"))
+            if not reply.done():  # or it was cancelled while it waited
+                # Cancelled or failed while it was written: how much of it is not known, and redis-py has hung up.
+                reply.cancel()
+                self._fail(due, RedisConnectionError(f"connection lost: {error or type(error).__name__}"))
+            elif not reply.cancelled():
+                reply.exception()  # known, even where it is another one that is raised
             raise
-        return await reply
-
-    def drop(self) -> None:
-        """Give the connection up, as one that does not answer: every call that waits on it fails."""
-        self._fail(self._due, RedisConnectionError("the connection was given up because a call took too long"))
+        finally:
+            late.cancel()
 
     async def aclose(self) -> None:
         """Close the connection; calls that wait fail."""
@@ -60,21 +69,23 @@ class Line:
             with suppress(asyncio.CancelledError):
                 await reader
 
-    async def _open(self) -> "tuple[Any, deque[asyncio.Future[Any]]]":
-        """Return a connection that stands, and the futures of the replies that are due on it."""
-        while self._connection is None or not self._connection.is_connected:
-            async with self._opening:
-                if self._connection is not None and self._connection.is_connected:
-                    break
-                reader = self._reader
-                if reader is not None:  # of a connection that failed: it takes no time to be through with it
-                    await asyncio.wait([reader])
-                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
-                due: deque[asyncio.Future[Any]] = deque()
-                self._reader = asyncio.create_task(self._read(connection, due), name="lease-line")
-                await asyncio.sleep(0)  # a task cancelled before its first step would not let go of the connection
-                self._connection, self._due = connection, due
-        return self._connection, self._due
+    async def _open(self) -> None:
+        async with self._opening:
+            if self._connection is not None and self._connection.is_connected:
+                return
+            reader = self._reader
+            if reader is not None:  # of a connection that failed: it takes no time to be through with it
+                await asyncio.wait([reader])
+            connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+            due: deque[asyncio.Future[Any]] = deque()
+            self._reader = asyncio.create_task(self._read(connection, due), name="lease-line")
+            await asyncio.sleep(0)  # a task cancelled before its first step would not let go of the connection
+            self._connection, self._due = connection, due
+
+    def _give_up(self, reply: "asyncio.Future[Any]", due: "deque[asyncio.Future[Any]]") -> None:
+        if not reply.done():
+            reply.set_exception(TimeoutError("no answer in time"))
+            self._fail(due, RedisConnectionError("the connection was given up: it did not answer in time"))
 
     async def _read(self, connection: Any, due: "deque[asyncio.Future[Any]]") -> None:
         try:

@@ -1,5 +1,6 @@
 """The table's Lua scripts, and the two ways to run them: on one server, and in a cluster."""
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
@@ -31,18 +32,17 @@ Argument = str | int
 
 
 class Server(Protocol):
-    """Where scripts and commands run. Every call may raise RedisError or OSError, and is bounded by its caller."""
+    """Where scripts and commands run.
 
-    async def script(self, name: str, model: str, arguments: Sequence[Argument]) -> Any:
+    Each call ends at its deadline, by the event loop's clock, with a TimeoutError; it may raise other OSErrors and RedisErrors.
+    """
+
+    async def script(self, deadline: float, name: str, model: str, arguments: Sequence[Argument]) -> Any:
         """Run a script on the keys of a pool, and load it first where the server does not know it."""
         ...
 
-    async def command(self, *words: str) -> Any:
+    async def command(self, deadline: float, *words: str) -> Any:
         """Run one command."""
-        ...
-
-    def drop(self) -> None:
-        """A call took too long: use another connection from now on."""
         ...
 
     async def aclose(self) -> None:
@@ -56,23 +56,19 @@ class OneServer:
     def __init__(self, line: Line) -> None:
         self._line = line
 
-    async def script(self, name: str, model: str, arguments: Sequence[Argument]) -> Any:
+    async def script(self, deadline: float, name: str, model: str, arguments: Sequence[Argument]) -> Any:
         """See Server."""
         head, words = _script_head(name, model)
         packed = b"*%d\r\n%b%b" % (words + len(arguments), head, _pack(arguments))
         try:
-            return await self._line.call(packed)
+            return await self._line.call(packed, deadline)
         except NoScriptError:
-            await self.command("SCRIPT", "LOAD", _SCRIPTS[name][0].decode())
-            return await self._line.call(packed)
+            await self.command(deadline, "SCRIPT", "LOAD", _SCRIPTS[name][0].decode())
+            return await self._line.call(packed, deadline)
 
-    async def command(self, *words: str) -> Any:
+    async def command(self, deadline: float, *words: str) -> Any:
         """See Server."""
-        return await self._line.call(b"*%d\r\n%b" % (len(words), _pack(words)))
-
-    def drop(self) -> None:
-        """See Server."""
-        self._line.drop()
+        return await self._line.call(b"*%d\r\n%b" % (len(words), _pack(words)), deadline)
 
     async def aclose(self) -> None:
         """See Server."""
@@ -85,22 +81,21 @@ class Cluster:
     def __init__(self, client: RedisCluster) -> None:
         self._client: Any = client
 
-    async def script(self, name: str, model: str, arguments: Sequence[Argument]) -> Any:
+    async def script(self, deadline: float, name: str, model: str, arguments: Sequence[Argument]) -> Any:
         """See Server."""
         text, digest = _SCRIPTS[name]
         keys = pool_keys(model)
-        try:
-            return await self._client.evalsha(digest.decode(), len(keys), *keys, *arguments)
-        except NoScriptError:
-            # Runs it as well as loading it, and there where it is needed.
-            return await self._client.eval(text.decode(), len(keys), *keys, *arguments)
+        async with asyncio.timeout_at(deadline):
+            try:
+                return await self._client.evalsha(digest.decode(), len(keys), *keys, *arguments)
+            except NoScriptError:
+                # Runs it as well as loading it, and there where it is needed.
+                return await self._client.eval(text.decode(), len(keys), *keys, *arguments)
 
-    async def command(self, *words: str) -> Any:
+    async def command(self, deadline: float, *words: str) -> Any:
         """See Server."""
-        return await self._client.execute_command(*words)
-
-    def drop(self) -> None:
-        """Nothing: the client takes a cancelled connection out of use by itself."""
+        async with asyncio.timeout_at(deadline):
+            return await self._client.execute_command(*words)
 
     async def aclose(self) -> None:
         """Nothing: whoever made the client closes it."""

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import lru_cache
 from os import getpid
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -131,7 +132,7 @@ class LeaseTable:
 
     async def ping(self) -> None:
         """Returns when Redis has answered."""
-        await self._call("ping", lambda: self._server.command("PING"))
+        await self._call("ping", lambda deadline: self._server.command(deadline, "PING"))
 
     # --- What daemons do ---
 
@@ -158,22 +159,19 @@ class LeaseTable:
                 f"node {node.node_id!r}: views name slots {[view.slot for view in ordered]}, "
                 f"give exactly one for each of 0..{node.slots - 1}"
             )
-        record = {
-            "node": asdict(node),
-            "status": asdict(status),
-            "slots": [{"in_use": view.in_use, "state": view.state} for view in ordered],
-        }
-        arguments: list[Argument] = [encode(node.node_id), json.dumps(record), encode(node.card), node.capacity_tokens]
+        beat = {"status": asdict(status), "slots": [{"in_use": view.in_use, "state": view.state} for view in ordered]}
+        record = f"{json.dumps(asdict(node))}\n{json.dumps(beat)}"
+        arguments: list[Argument] = [encode(node.node_id), record, encode(node.card), node.capacity_tokens]
         arguments += [int(status.idle), status.busy_ms, int(status.draining)]
         arguments += [self.ttl_ms, self.landing_ms, self.waiter_ttl_ms, _RETENTION_MS]
         for view in ordered:
             arguments += [view.floor, "" if view.in_use is None else view.in_use]
 
-        async def publish() -> list[int]:
-            reply: list[int] = await self._server.script("register", node.model, arguments)
+        async def publish(deadline: float) -> list[int]:
+            reply: list[int] = await self._server.script(deadline, "register", node.model, arguments)
             # Another hash slot, so not part of the script; repeated each time, as an emptied Redis has lost
             # it too.
-            await self._server.command("SADD", _POOL_INDEX, node.model)
+            await self._server.command(deadline, "SADD", _POOL_INDEX, node.model)
             return reply
 
         reply = await self._call("register", publish)
@@ -188,13 +186,13 @@ class LeaseTable:
             After a lost reply the repetition finds its own work done and returns False too.
         """
         arguments: list[Argument] = [encode(node_id), slot, epoch, self.waiter_ttl_ms]
-        freed = await self._call("release", lambda: self._server.script("release", pool, arguments))
+        freed = await self._call("release", lambda deadline: self._server.script(deadline, "release", pool, arguments))
         return bool(freed)
 
     async def unregister(self, node: Node) -> None:
         """Takes the node and its slots out of the pool. Its leases end, no epoch is ever repeated."""
         arguments: list[Argument] = [encode(node.node_id)]
-        await self._call("unregister", lambda: self._server.script("unregister", node.model, arguments))
+        await self._call("unregister", lambda deadline: self._server.script(deadline, "unregister", node.model, arguments))
 
     # --- What gateways do ---
 
@@ -252,11 +250,11 @@ class LeaseTable:
         """Everything, for people to look at. Its cost grows with the nodes: not for each request."""
         return await self._call("inspect", self._read_reports)
 
-    async def _read_pools(self) -> dict[str, PoolView]:
+    async def _read_pools(self, deadline: float) -> dict[str, PoolView]:
         views: dict[str, PoolView] = {}
         arguments = [self.waiter_ttl_ms, _NODES_PER_CARD, random.randrange(1 << 30)]
-        for model in await self._models():
-            nodes, free, leased, waiting, *records = await self._server.script("overview", model, arguments)
+        for model in await self._models(deadline):
+            nodes, free, leased, waiting, *records = await self._server.script(deadline, "overview", model, arguments)
             cards: dict[str, tuple[Node, ...]] = {}
             for record in records:
                 node = _node(record)
@@ -265,17 +263,18 @@ class LeaseTable:
                 views[model] = PoolView(model, cards, nodes, free, leased, waiting)
             else:
                 # A node that registers just now names its pool again at its next heartbeat.
-                await self._server.command("SREM", _POOL_INDEX, model)
+                await self._server.command(deadline, "SREM", _POOL_INDEX, model)
         return views
 
-    async def _read_reports(self) -> dict[str, PoolReport]:
+    async def _read_reports(self, deadline: float) -> dict[str, PoolReport]:
         reports = []
-        for model in await self._models():
-            reports.append(_report(model, *await self._server.script("inspect", model, [self.waiter_ttl_ms])))
+        for model in await self._models(deadline):
+            reply = await self._server.script(deadline, "inspect", model, [self.waiter_ttl_ms])
+            reports.append(_report(model, *reply))
         return {report.model: report for report in reports if report.nodes}
 
-    async def _models(self) -> list[str]:
-        return sorted(map(str, await self._server.command("SMEMBERS", _POOL_INDEX)))
+    async def _models(self, deadline: float) -> list[str]:
+        return sorted(map(str, await self._server.command(deadline, "SMEMBERS", _POOL_INDEX)))
 
     # --- The calls ---
 
@@ -286,7 +285,9 @@ class LeaseTable:
         arguments += [wait_ms, self.waiter_ttl_ms, request.max_waiting]
         arguments += [encode(tenant.name), tenant.max_leases, tenant.max_waiting] if tenant else ["", 0, 0]
         arguments += [self._holder, self._wakeups.channel, ",".join(map(encode, request.avoid))]
-        status, *reply = await self._call("acquire", lambda: self._server.script("acquire", request.pool, arguments))
+        status, *reply = await self._call(
+            "acquire", lambda deadline: self._server.script(deadline, "acquire", request.pool, arguments)
+        )
         if status == "granted":
             return _grant(request, *reply)
         if status == "waiting":
@@ -295,7 +296,8 @@ class LeaseTable:
 
     async def _end(self, pool: str, nonce: str) -> bool:
         arguments: list[Argument] = [nonce, self.waiter_ttl_ms]
-        return bool(await self._call("give_up", lambda: self._server.script("give_up", pool, arguments)))
+        ended = await self._call("give_up", lambda deadline: self._server.script(deadline, "give_up", pool, arguments))
+        return bool(ended)
 
     def _undo(self, request: SlotRequest) -> None:
         nonce = request.nonce
@@ -306,21 +308,20 @@ class LeaseTable:
         with suppress(LeasesUnavailable):  # then it runs out by itself
             await self._end(request.pool, request.nonce)
 
-    async def _call(self, operation: str, command: Callable[[], Awaitable[_T]]) -> _T:
+    async def _call(self, operation: str, command: Callable[[float], Awaitable[_T]]) -> _T:
+        """Run a command that keeps to a deadline, by the event loop's clock."""
         if self._closed:
             raise LeasesUnavailable(f"lease table: {operation} after aclose; make a new LeaseTable")
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
         try:
-            async with asyncio.timeout(self.timeout_s):
-                try:
-                    return await command()
-                except (RedisConnectionError, ConnectionError):
-                    # The server was restarted, or another call's failure took the connection with it. Every script
-                    # may be run twice.
-                    await asyncio.sleep(self.timeout_s * random.uniform(0.01, 0.05))
-                    return await command()
+            try:
+                return await command(deadline)
+            except (RedisConnectionError, ConnectionError):
+                # The server was restarted, or another call's failure took the connection with it. Every script may be run
+                # twice.
+                await asyncio.sleep(self.timeout_s * random.uniform(0.01, 0.05))
+                return await command(deadline)
         except (RedisError, OSError) as error:  # OSError covers TimeoutError
-            if isinstance(error, TimeoutError):
-                self._server.drop()
             reason = str(error) or type(error).__name__
             raise LeasesUnavailable(
                 f"lease table: {operation} at {self._connected.where} failed ({reason}; limit {self.timeout_s} s); "
@@ -329,7 +330,12 @@ class LeaseTable:
 
 
 def _node(record: str) -> Node:
-    return Node(**json.loads(record)["node"])
+    return _read_node(record.partition("\n")[0])
+
+
+@lru_cache(4096)  # the same with every grant
+def _read_node(text: str) -> Node:
+    return Node(**json.loads(text))
 
 
 def _grant(request: SlotRequest, record: str, slot: int, epoch: int) -> Grant:
@@ -370,10 +376,10 @@ def _report(
         return SlotReport(number, state, int(epoch), unquote(holder), unquote(tenant), age_ms)
 
     reports = []
-    for record in map(json.loads, nodes[1::2]):
-        node = Node(**record["node"])
-        slots = tuple(slot(node.node_id, number, said) for number, said in enumerate(record["slots"]))
-        reports.append(NodeReport(node, NodeStatus(**record["status"]), slots))
+    for record in nodes[1::2]:
+        node, beat = _node(record), json.loads(record.partition("\n")[2])
+        slots = tuple(slot(node.node_id, number, said) for number, said in enumerate(beat["slots"]))
+        reports.append(NodeReport(node, NodeStatus(**beat["status"]), slots))
     waiters = []
     for wish in (wish.split(" ") for wish in wishes):
         _, _, tokens, _, give_up, tenant, _, holder, _, _ = wish
