@@ -1,5 +1,6 @@
 # make demo: set everything up, show both lanes side by side, stop.   make test: set up what is missing, test all.
-.PHONY: setup model demo test up lint
+# make soak: the lease table under a minute of kills, freezes and a restart, counted.
+.PHONY: setup model demo test soak up lint
 
 MODEL := .anchorleg/models/smollm2-135m-instruct
 
@@ -14,6 +15,9 @@ demo: model
 
 test: model lint
 	@scripts/test
+
+soak: setup
+	@.venv/bin/python -m tests.soak
 
 up: model
 	@.venv/bin/anchorleg up

@@ -200,7 +200,7 @@ async def _filled_table(url: str, sizes: Sequence[int]) -> AsyncIterator[tuple[A
                 await _fill(table, _nodes(size))
             calls: dict[str, Call] = {
                 "incr": partial(_timed, partial(redis.incr, _COUNTER)),
-                "line": partial(_timed, partial(line.command, "INCR", _COUNTER)),
+                "line": partial(_timed, partial(_line_incr, line)),
             }
             yield redis, calls | {str(size): partial(_pair, table, _wish(size)) for size in sizes}
         finally:
@@ -210,6 +210,10 @@ async def _filled_table(url: str, sizes: Sequence[int]) -> AsyncIterator[tuple[A
         await table.aclose()
         await line.aclose()
         await connected.aclose()
+
+
+async def _line_incr(line: OneServer) -> None:
+    await line.command(asyncio.get_running_loop().time() + _TIMEOUT_S, "INCR", _COUNTER)
 
 
 async def _timed(command: Callable[[], Awaitable[Any]]) -> tuple[int, ...]:

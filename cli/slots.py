@@ -53,11 +53,12 @@ def show(wanted: Wanted, console: Console) -> int:
 
 
 async def _show(wanted: Wanted, console: Console) -> int:
-    address = _address(wanted.url)
     try:
         table = LeaseTable(wanted.url, timeout_s=TIMEOUT_S)
     except ValueError as error:
-        raise ConfigError(f"redis_url {address} is no URL of a lease table: {error}") from None
+        # Without the URL: where it is cut wrong, a password is anywhere in it.
+        raise ConfigError(f"redis_url is no URL of a lease table: {error}") from None
+    address = _address(wanted.url)
     async with table:
         if wanted.interval_s is not None:
             await _until_stopped(_watch(table, wanted, wanted.interval_s, console))

@@ -146,12 +146,9 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
             capacity_tokens=settings.context_tokens,
             slots=settings.slots,
         )
-        table = await stack.enter_async_context(
-            LeaseTable(settings.redis_url, landing_ms=round(settings.unused_lease_s * 1000))
-        )
-        beats = await stack.enter_async_context(
-            LeaseTable(settings.redis_url, landing_ms=round(settings.unused_lease_s * 1000))
-        )
+        landing_ms = round(settings.unused_lease_s * 1000)
+        table = await stack.enter_async_context(LeaseTable(settings.redis_url, landing_ms=landing_ms))
+        beats = await stack.enter_async_context(LeaseTable(settings.redis_url, landing_ms=landing_ms))
 
         async def free(slot: LandingSlot, epoch: int) -> None:
             # The heartbeat that follows says the same; this only says it a round trip earlier.

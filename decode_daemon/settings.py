@@ -29,7 +29,7 @@ class DaemonSettings(ProcessSettings):
     metrics_port: int = Field(9465, ge=0, le=65535, description="Port of the Prometheus endpoint.")
 
     landing_timeout_s: float = Field(120.0, gt=0, description="From reserving a slot to the whole KV cache being there.")
-    unused_lease_s: float = Field(10.0, gt=0, description="A lease that no gateway turned up for is taken back after this.")
+    unused_lease_s: float = Field(3.0, ge=0.001, description="A lease that no gateway turned up for is taken back after this.")
     writer_grace_s: float = Field(5.0, gt=0, description="How long a cancelled writer may take to say that it stopped.")
     reader_grace_s: float = Field(30.0, gt=0, description="How long a gateway may take to read a token before it is dropped.")
     drain_timeout_s: float = Field(

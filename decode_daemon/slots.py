@@ -13,6 +13,7 @@ from enum import StrEnum
 from decode_daemon.memory import LandingMemory
 from handoff.layout import KVLayout
 from handoff.messages import Cancel, Final, Sent, ToConnector
+from leases.records import MAX_EPOCH
 
 
 class SlotRefused(Exception):  # noqa: N818 - a refusal, not a fault
@@ -25,9 +26,6 @@ class SlotRefused(Exception):  # noqa: N818 - a refusal, not a fault
 
 class HandoffFailed(Exception):  # noqa: N818 - as above
     """The KV cache will not arrive."""
-
-
-MAX_EPOCH = 2**53  # what the lease table's scripts can count to
 
 
 class SlotState(StrEnum):

@@ -29,6 +29,7 @@ log = structlog.get_logger(__name__)
 
 _CARD_TIMEOUT_S = 10.0
 _LAST_CALLS_S = 1.0  # for those that came while the others ended: they take milliseconds
+_RELEASE_S = 5.0  # for calls that were cut to let go of what they hold: some calls of the lease table, each bounded
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -80,6 +81,12 @@ class ExtProcService:
             return True
         _, running = await asyncio.wait(set(self._calls), timeout=seconds)
         return not running
+
+    async def settle(self) -> None:
+        """Wait until calls that the server's stop has cut are through, 5 s at most; gRPC itself does not wait for them."""
+        if self._calls:
+            await asyncio.wait(set(self._calls), timeout=_RELEASE_S)
+        await self._lane.settle()
 
     async def process(self, request_iterator: Any, context: Any) -> pb.ProcessingResponse:
         """Serve one call. A client that leaves cancels it, and everything it holds is released on the way out."""
@@ -162,4 +169,4 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         finally:
             ended = await service.drain(settings.drain_timeout_s)
             await server.stop(_LAST_CALLS_S if ended else None)
-            await lane.settle()
+            await service.settle()

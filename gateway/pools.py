@@ -1,7 +1,6 @@
 """What the gateway knows of the pools between requests: which models have daemons, and their cards, fetched ahead."""
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Iterable
@@ -50,18 +49,17 @@ class Pools:
         tasks = [*([] if self._task is None else [self._task]), *self._fetching.values()]
         for task in tasks:
             task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_PERIOD_S if time.monotonic() >= self._restless_until else _RESTLESS_PERIOD_S)
-            await self._client.close_idle()
             await self._read()
 
     async def _read(self) -> None:
         try:
+            await self._client.close_idle()
             await self._refresh()
         except Exception:
             # Such as a record written by a later version: the last view stands, and the next reading may do better.

@@ -19,7 +19,9 @@ class GatewaySettings(ProcessSettings):
     metrics_port: int = Field(9464, ge=0, le=65535, description="Port of the Prometheus endpoint.")
     upstream_url: str = Field("http://127.0.0.1:10001", description="Envoy's internal listener: the gateway's own way to vLLM.")
 
-    lease_ms: int = Field(10_000, ge=100, description="How long a lease may go unused before the table takes it back.")
+    lease_ms: int = Field(
+        3_000, ge=100, description="How long a lease may go unused before the table takes it back; above reserve_timeout_s."
+    )
     leases_timeout_s: float = Field(0.5, gt=0, description="How long one call to the lease table may take.")
     reserve_timeout_s: float = Field(1.0, gt=0, description="How long a daemon may take to reserve a slot.")
     max_wait_ms: int = Field(
@@ -29,7 +31,7 @@ class GatewaySettings(ProcessSettings):
         description="Longest wait for a slot, whatever a request asks for; keep it well below Envoy's max_message_timeout.",
     )
     default_wait_ms: int = Field(0, ge=0, description="How long a request without x-slo-max-wait-ms waits for a slot.")
-    max_waiting: int = Field(256, ge=0, le=100_000, description="Most requests that may wait for a slot of one model.")
+    max_waiting: int = Field(256, ge=0, le=4_096, description="Most requests that may wait for a slot of one model.")
     tenant_header: str = Field(
         "",
         pattern=r"^[!#$%&'*+.^_`|~0-9a-z-]*$",

@@ -29,6 +29,10 @@ local function fetch(kept)
   if not lease or lease.epoch ~= kept.epoch then
     return nil
   end
+  local overdue = redis.call('ZSCORE', DEADLINES, 'n/' .. node_of(kept.member))
+  if not overdue or tonumber(overdue) <= now then
+    return nil
+  end
   if lease.stage == 'o' then
     redis.call('ZREM', DEADLINES, 'o/' .. kept.member)
     lease.stage = 'g'
@@ -71,7 +75,7 @@ if redis.call('HEXISTS', POOL, 'epoch') == 0 then
 end
 local tenant_full = tenant_is_full(wish)
 if not waits and not tenant_full then
-  local node = pick(wish)
+  local node = pick(wish, now)
   if node then
     return granted(lease_slot(node, wish, now, now + wish.lease_ms, 'g'))
   end

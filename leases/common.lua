@@ -1,5 +1,6 @@
 -- Put in front of every script of the lease table. One pool is eleven keys in one hash slot, and no key is named after a
--- node, a slot or a request: each script declares all it touches, and its cost does not grow with the pool.
+-- node, a slot or a request: each script declares all it touches. Of all but `inspect` the cost does not grow with the
+-- pool; it grows with the queue only while a slot is free that fits none of those who wait.
 --
 --   nodes      hash  node -> a line of JSON of the node and one of its last heartbeat, for readers: no script looks inside
 --   traits     hash  node -> "card capacity slots idle free_at draining filed", what scripts need to know of it; filed is
@@ -26,6 +27,11 @@ local NODES, TRAITS, DEADLINES, SIZES, READY, FREE = KEYS[1], KEYS[2], KEYS[3], 
 local LEASES, WISHES, QUEUE, TENANTS, POOL = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 
 local IDLE = string.rep('0', 14) -- free_at of an idle node
+local MOST_AT_ONCE = 100 -- entries that one call clears away, so that no call takes long
+
+-- Whether this call made something free that a waiter may want. After each call nothing is free that fits one, so only a
+-- change is a reason to look through the queue.
+local changed = false
 
 -- Redis' own clock is the only one: callers' clocks differ, and step.
 local function now_ms()
@@ -117,6 +123,7 @@ local function write_traits(node, traits, free)
     end
     if filed ~= '' then
       redis.call('ZADD', READY, 0, size .. filed .. '/' .. node)
+      changed = true
     end
   end
   local text = traits.card .. ' ' .. int(traits.capacity) .. ' ' .. int(traits.slots) .. (traits.idle and ' 1 ' or ' 0 ')
@@ -135,6 +142,7 @@ local function end_lease(member, lease, wish_is_its_own)
   end
   if lease.tenant ~= '' then
     redis.call('ZREM', TENANTS, lease.tenant .. '/l/' .. member)
+    changed = true
   end
   if wish_is_its_own or lease.nonce ~= '' and redis.call('HGET', WISHES, lease.nonce) == granted_wish(member, lease.epoch) then
     redis.call('HDEL', WISHES, lease.nonce)
@@ -225,9 +233,9 @@ local function tenant_is_full(wish)
   return wish.tenant ~= '' and wish.tenant_leases > 0 and count(TENANTS, wish.tenant .. '/l', '/') >= wish.tenant_leases
 end
 
--- The node for a wish: an idle one before the one that will be free soonest, and among equals the smallest that fits.
+-- The best node for a wish: an idle one before the one that will be free soonest, and among equals the smallest that fits.
 -- One look for each capacity there is, and nodes of one pool come in few.
-local function pick(wish)
+local function best_node(wish)
   local avoided, avoided_count = {}, 0
   for node in string.gmatch(wish.avoid, '[^,]+') do
     avoided[node] = true
@@ -263,6 +271,18 @@ local function pick(wish)
   end
 end
 
+-- The best node that lives. Of a crowd that died together, `expire` has left some.
+local function pick(wish, now)
+  for _ = 1, MOST_AT_ONCE do
+    local node = best_node(wish)
+    if not node or tonumber(redis.call('ZSCORE', DEADLINES, 'n/' .. node) or '0') > now then
+      return node
+    end
+    remove_node(node)
+  end
+  return nil
+end
+
 -- Leases a free slot of the node until `deadline`, and returns its member and epoch.
 local function lease_slot(node, wish, now, deadline, stage)
   local from, to = range(node, ':')
@@ -293,7 +313,7 @@ end
 -- Gives free slots to those who wait, in the order of arrival; one that nothing free fits lets the next pass. The slot is
 -- kept for the waiter for as long as a waiter may be silent, and goes to the next one after that. Call `expire` before.
 local function hand_over(now, waiter_ttl_ms)
-  if redis.call('ZCARD', QUEUE) == 0 then
+  if not changed or redis.call('ZCARD', QUEUE) == 0 then
     return
   end
   local passed = 0
@@ -311,7 +331,7 @@ local function hand_over(now, waiter_ttl_ms)
         full[wish.tenant] = tenant_is_full(wish)
       end
       if wish.tokens < (unfit[wish.card] or math.huge) and not full[wish.tenant] then
-        node = pick(wish)
+        node = pick(wish, now)
         if not node and wish.avoid == '' then
           unfit[wish.card] = wish.tokens
         end
@@ -332,7 +352,12 @@ end
 -- Removes dead nodes and waiters, and takes back what was handed to a waiter and not fetched: nobody was told of that
 -- grant, so nobody can be using it. Each entry is paid for by the calls that renewed it.
 local function expire(now)
-  for _, entry in ipairs(redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', int(now))) do
+  if redis.call('EXISTS', POOL) == 0 then
+    -- The pool is gone, or was never there. What is left of it, because its keys did not all run out at once, misleads.
+    redis.call('DEL', unpack(KEYS))
+    return
+  end
+  for _, entry in ipairs(redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', int(now), 'LIMIT', 0, MOST_AT_ONCE)) do
     local kind, name = string.sub(entry, 1, 2), string.sub(entry, 3)
     if kind == 'n/' then
       remove_node(name)

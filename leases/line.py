@@ -7,12 +7,11 @@ order: what is called later arrives later, so whoever gives up a call can undo i
 import asyncio
 import math
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
 from redis.asyncio import ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
 
 class Line:
@@ -42,7 +41,7 @@ class Line:
             async with asyncio.timeout_at(deadline):
                 await self._open()
         connection, due = self._connection, self._due
-        if connection is None:
+        if connection is None or not connection.is_connected:
             raise RedisConnectionError("the connection was lost at once")
         reply: asyncio.Future[Any] = loop.create_future()
         due.append(reply)
@@ -66,8 +65,7 @@ class Line:
         self._fail(self._due, RedisConnectionError("the line is closed"))
         reader, self._reader = self._reader, None
         if reader is not None:
-            with suppress(asyncio.CancelledError):
-                await reader
+            await asyncio.wait([reader])
 
     async def _open(self) -> None:
         async with self._opening:
@@ -78,9 +76,13 @@ class Line:
                 await asyncio.wait([reader])
             connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
             due: deque[asyncio.Future[Any]] = deque()
-            self._reader = asyncio.create_task(self._read(connection, due), name="lease-line")
-            await asyncio.sleep(0)  # a task cancelled before its first step would not let go of the connection
-            self._connection, self._due = connection, due
+            self._due = due
+            reader = self._reader = asyncio.create_task(self._read(connection, due), name="lease-line")
+            try:
+                await asyncio.sleep(0)  # a task cancelled before its first step would not let go of the connection
+            finally:  # whoever is cancelled just here leaves a line that is open all the same
+                if not (reader.done() or reader.cancelling()) and connection.is_connected:
+                    self._connection = connection
 
     def _give_up(self, reply: "asyncio.Future[Any]", due: "deque[asyncio.Future[Any]]") -> None:
         if not reply.done():
@@ -92,6 +94,8 @@ class Line:
             while True:
                 try:
                     result, refusal = await connection.read_response(timeout=math.inf, disconnect_on_error=False), None
+                except ReadOnlyError as error:
+                    raise RedisConnectionError(f"the server is no primary any more: {error}") from error
                 except ResponseError as error:
                     result, refusal = None, error
                 reply = due.popleft()
@@ -106,6 +110,7 @@ class Line:
             reason = str(error) or type(error).__name__
             self._fail(due, error if isinstance(error, RedisError) else RedisConnectionError(f"connection lost: {reason}"))
         finally:
+            self._fail(due, RedisConnectionError("the connection was closed"))
             await connection.disconnect(nowait=True)
             await self._pool.release(connection)
 

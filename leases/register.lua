@@ -19,6 +19,7 @@ local traits = {
 local busy_ms, ttl_ms, landing_ms = tonumber(ARGV[6]), tonumber(ARGV[8]), tonumber(ARGV[9])
 local waiter_ttl_ms, retention_ms = tonumber(ARGV[10]), tonumber(ARGV[11])
 local now = now_ms()
+expire(now)
 
 local function in_use_of(index)
   if ARGV[index + 1] == '' then
@@ -32,18 +33,14 @@ local seen = 0
 for index = FIRST_VIEW, #ARGV, 2 do
   seen = math.max(seen, tonumber(ARGV[index]), in_use_of(index) or 0)
 end
-if counter < 0 then
-  -- The pool begins anew. What is left of an older one, whose keys did not all run out at once, would only mislead.
-  redis.call('DEL', unpack(KEYS))
-end
-expire(now)
 if counter < seen then
   counter = seen + LOST_HISTORY_GAP
   redis.call('HSET', POOL, 'epoch', int(counter))
 end
 
 local function overdue(lease)
-  return lease.stage == 'u' or now >= math.min(lease.since + landing_ms, lease.deadline)
+  -- Granted in the future is a clock that was set back.
+  return lease.stage == 'u' or now < lease.since or now >= math.min(lease.since + landing_ms, lease.deadline)
 end
 
 -- Ends a lease that nobody used in time. The counter moves too, so that even a daemon which took the lease's own epoch

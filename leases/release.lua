@@ -3,6 +3,7 @@
 
 -- Of the running mean: the last dozen or so requests say how long one takes now.
 local WEIGHT = 1 / 8
+local LONGEST_MS = 24 * 3600000
 
 local member, epoch = ARGV[1] .. ':' .. ARGV[2], tonumber(ARGV[3])
 local now = now_ms()
@@ -10,8 +11,8 @@ local lease = read_lease(member)
 local held = lease ~= nil and lease.epoch == epoch
 if held then
   end_lease(member, lease)
-  if lease.since > 0 then
-    local took = now - lease.since
+  local took = now - lease.since
+  if lease.since > 0 and took >= 0 and took < LONGEST_MS then -- else the clock was set
     local mean = tonumber(redis.call('HGET', POOL, 'mean_ms') or took)
     redis.call('HSET', POOL, 'mean_ms', int(mean + (took - mean) * WEIGHT))
   end

@@ -63,8 +63,10 @@ class OneServer:
         try:
             return await self._line.call(packed, deadline)
         except NoScriptError:
-            await self.command(deadline, "SCRIPT", "LOAD", _SCRIPTS[name][0].decode())
-            return await self._line.call(packed, deadline)
+            # Written together, so that nobody makes the server forget it in between.
+            loading = self.command(deadline, "SCRIPT", "LOAD", _SCRIPTS[name][0].decode())
+            _, reply = await asyncio.gather(loading, self._line.call(packed, deadline))
+            return reply
 
     async def command(self, deadline: float, *words: str) -> Any:
         """See Server."""

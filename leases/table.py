@@ -4,42 +4,25 @@ The scripts decide; this file only encodes their arguments, bounds the waiting a
 """
 
 import asyncio
-import json
 import random
 import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from functools import lru_cache
 from os import getpid
 from types import TracebackType
-from typing import Any, Self, TypeVar
-from urllib.parse import unquote
+from typing import Self, TypeVar
 
 from redis.asyncio import RedisCluster
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from leases.codec import acquire_arguments, read_outcome, read_report, read_states, read_view, register_arguments
 from leases.connect import connect
 from leases.errors import LeasesUnavailable
 from leases.line import Line
-from leases.records import (
-    Denied,
-    Grant,
-    Node,
-    NodeReport,
-    NodeStatus,
-    NoSlot,
-    PoolReport,
-    PoolView,
-    SlotReport,
-    SlotRequest,
-    SlotState,
-    SlotView,
-    WaiterReport,
-)
+from leases.records import Denied, Grant, Node, NodeStatus, NoSlot, PoolReport, PoolView, SlotRequest, SlotState, SlotView
 from leases.scripts import PREFIX, Argument, Cluster, OneServer, Server, encode
 from leases.wakeups import Wakeups
 
@@ -67,7 +50,7 @@ class LeaseTable:
     takes it back once `lease_ms` or `landing_ms` is over, whichever is shorter.
 
     Args:
-        url: see `leases.connect`.
+        url: see `leases.url`.
         ttl_ms: how long a node stays in the table after a heartbeat.
         landing_ms: how long a lease may go unused by its daemon before a heartbeat takes it back.
         waiter_ttl_ms: how long a waiter may be silent, and a slot that was handed to it unfetched. One value
@@ -76,7 +59,7 @@ class LeaseTable:
         holder: who leases, for people who look at the table; host and process by default.
 
     Raises:
-        ValueError: the URL has another scheme, or a time is not positive.
+        ValueError: the URL is none that `leases.url` knows, or a time is not positive.
     """
 
     def __init__(
@@ -84,7 +67,7 @@ class LeaseTable:
         url: str,
         *,
         ttl_ms: int = 3_000,
-        landing_ms: int = 10_000,
+        landing_ms: int = 3_000,
         waiter_ttl_ms: int = 1_000,
         timeout_s: float = 1.0,
         holder: str = "",
@@ -104,7 +87,10 @@ class LeaseTable:
         self._wakeups = Wakeups(client.pubsub, f"{PREFIX}wake:{uuid.uuid4().hex}")
         self._undoing: dict[str, asyncio.Task[None]] = {}  # by nonce
         self._hurried = False
+        self._closing = False
         self._closed = False
+        self._running = 0  # calls
+        self._all_ended = asyncio.Event()  # once it is closed
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,16 +101,21 @@ class LeaseTable:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connections, once what cancelled calls left behind is undone (two `timeout_s` at most).
+        """Closes the connections, once what cancelled calls left behind is undone and the others have ended.
 
-        What is leased or published stays so until its time is over.
+        That takes three `timeout_s` at most. What is leased or published stays so until its time is over; who waits for a
+        slot gets LeasesUnavailable.
         """
+        self._closing = True
         try:
             while self._undoing:
                 await asyncio.wait(self._undoing.values())
         finally:
             self._closed = True
+            self._wakeups.wake_all()
             try:
+                if self._running:  # else one that tries again would open a connection that nobody closes
+                    await self._all_ended.wait()
                 await self._wakeups.aclose()
                 await self._server.aclose()
             finally:
@@ -159,13 +150,8 @@ class LeaseTable:
                 f"node {node.node_id!r}: views name slots {[view.slot for view in ordered]}, "
                 f"give exactly one for each of 0..{node.slots - 1}"
             )
-        beat = {"status": asdict(status), "slots": [{"in_use": view.in_use, "state": view.state} for view in ordered]}
-        record = f"{json.dumps(asdict(node))}\n{json.dumps(beat)}"
-        arguments: list[Argument] = [encode(node.node_id), record, encode(node.card), node.capacity_tokens]
-        arguments += [int(status.idle), status.busy_ms, int(status.draining)]
-        arguments += [self.ttl_ms, self.landing_ms, self.waiter_ttl_ms, _RETENTION_MS]
-        for view in ordered:
-            arguments += [view.floor, "" if view.in_use is None else view.in_use]
+        times = self.ttl_ms, self.landing_ms, self.waiter_ttl_ms, _RETENTION_MS
+        arguments = register_arguments(node, status, ordered, times)
 
         async def publish(deadline: float) -> list[int]:
             reply: list[int] = await self._server.script(deadline, "register", node.model, arguments)
@@ -174,9 +160,7 @@ class LeaseTable:
             await self._server.command(deadline, "SADD", _POOL_INDEX, node.model)
             return reply
 
-        reply = await self._call("register", publish)
-        pairs = zip(reply[::2], reply[1::2], strict=True)
-        return tuple(SlotState(slot, epoch, leased == 1) for slot, (epoch, leased) in enumerate(pairs))
+        return read_states(await self._call("register", publish))
 
     async def release(self, pool: str, node_id: str, slot: int, epoch: int) -> bool:
         """Frees a slot of the daemon's own after its use, if `epoch` is its lease; the next waiter gets it.
@@ -191,7 +175,7 @@ class LeaseTable:
 
     async def unregister(self, node: Node) -> None:
         """Takes the node and its slots out of the pool. Its leases end, no epoch is ever repeated."""
-        arguments: list[Argument] = [encode(node.node_id)]
+        arguments: list[Argument] = [encode(node.node_id), self.waiter_ttl_ms]
         await self._call("unregister", lambda deadline: self._server.script(deadline, "unregister", node.model, arguments))
 
     # --- What gateways do ---
@@ -254,13 +238,9 @@ class LeaseTable:
         views: dict[str, PoolView] = {}
         arguments = [self.waiter_ttl_ms, _NODES_PER_CARD, random.randrange(1 << 30)]
         for model in await self._models(deadline):
-            nodes, free, leased, waiting, *records = await self._server.script(deadline, "overview", model, arguments)
-            cards: dict[str, tuple[Node, ...]] = {}
-            for record in records:
-                node = _node(record)
-                cards[node.card] = (*cards.get(node.card, ()), node)
-            if nodes:
-                views[model] = PoolView(model, cards, nodes, free, leased, waiting)
+            view = read_view(model, await self._server.script(deadline, "overview", model, arguments))
+            if view.nodes:
+                views[model] = view
             else:
                 # A node that registers just now names its pool again at its next heartbeat.
                 await self._server.command(deadline, "SREM", _POOL_INDEX, model)
@@ -270,7 +250,7 @@ class LeaseTable:
         reports = []
         for model in await self._models(deadline):
             reply = await self._server.script(deadline, "inspect", model, [self.waiter_ttl_ms])
-            reports.append(_report(model, *reply))
+            reports.append(read_report(model, reply))
         return {report.model: report for report in reports if report.nodes}
 
     async def _models(self, deadline: float) -> list[str]:
@@ -280,19 +260,9 @@ class LeaseTable:
 
     async def _ask(self, request: SlotRequest, wait_ms: int) -> Grant | Denied | None:
         """Run the script once; None: the request waits."""
-        tenant = request.tenant
-        arguments: list[Argument] = [request.nonce, encode(request.card), request.tokens, request.lease_ms]
-        arguments += [wait_ms, self.waiter_ttl_ms, request.max_waiting]
-        arguments += [encode(tenant.name), tenant.max_leases, tenant.max_waiting] if tenant else ["", 0, 0]
-        arguments += [self._holder, self._wakeups.channel, ",".join(map(encode, request.avoid))]
-        status, *reply = await self._call(
-            "acquire", lambda deadline: self._server.script(deadline, "acquire", request.pool, arguments)
-        )
-        if status == "granted":
-            return _grant(request, *reply)
-        if status == "waiting":
-            return None
-        return Denied(NoSlot(status), reply[0] if reply[0] >= 0 else None)
+        arguments = acquire_arguments(request, wait_ms, self.waiter_ttl_ms, self._holder, self._wakeups.channel)
+        reply = await self._call("acquire", lambda deadline: self._server.script(deadline, "acquire", request.pool, arguments))
+        return read_outcome(request, reply)
 
     async def _end(self, pool: str, nonce: str) -> bool:
         arguments: list[Argument] = [nonce, self.waiter_ttl_ms]
@@ -305,20 +275,30 @@ class LeaseTable:
         self._undoing[nonce].add_done_callback(lambda _: self._undoing.pop(nonce, None))
 
     async def _abandon(self, request: SlotRequest) -> None:
-        with suppress(LeasesUnavailable):  # then it runs out by itself
-            await self._end(request.pool, request.nonce)
+        """Undo a request for as long as there may be something to undo: a server that was stopped may still run it."""
+        deadline = time.monotonic() + request.lease_ms / 1000
+        pause_s = self.timeout_s / 10
+        while time.monotonic() < deadline:
+            with suppress(LeasesUnavailable):
+                await self._end(request.pool, request.nonce)
+                return
+            if self._closing:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self.timeout_s)
 
     async def _call(self, operation: str, command: Callable[[float], Awaitable[_T]]) -> _T:
         """Run a command that keeps to a deadline, by the event loop's clock."""
-        if self._closed:
-            raise LeasesUnavailable(f"lease table: {operation} after aclose; make a new LeaseTable")
+        self._must_be_open(operation)
         deadline = asyncio.get_running_loop().time() + self.timeout_s
+        self._running += 1
         try:
             try:
                 return await command(deadline)
             except (RedisConnectionError, ConnectionError):
                 # The server was restarted, or another call's failure took the connection with it. Every script may be run
                 # twice.
+                self._must_be_open(operation)
                 await asyncio.sleep(self.timeout_s * random.uniform(0.01, 0.05))
                 return await command(deadline)
         except (RedisError, OSError) as error:  # OSError covers TimeoutError
@@ -327,68 +307,11 @@ class LeaseTable:
                 f"lease table: {operation} at {self._connected.where} failed ({reason}; limit {self.timeout_s} s); "
                 "check that Redis runs there, accepts writes and this user, and that the URL is right"
             ) from error
+        finally:
+            self._running -= 1
+            if self._closed and not self._running:
+                self._all_ended.set()
 
-
-def _node(record: str) -> Node:
-    return _read_node(record.partition("\n")[0])
-
-
-@lru_cache(4096)  # the same with every grant
-def _read_node(text: str) -> Node:
-    return Node(**json.loads(text))
-
-
-def _grant(request: SlotRequest, record: str, slot: int, epoch: int) -> Grant:
-    node = _node(record)
-    return Grant(
-        pool=request.pool,
-        node_id=node.node_id,
-        slot=slot,
-        epoch=epoch,
-        nonce=request.nonce,
-        card=node.card,
-        decode_endpoint=node.decode_endpoint,
-        control_host=node.control_host,
-        control_port=node.control_port,
-        capacity_tokens=node.capacity_tokens,
-    )
-
-
-def _report(
-    model: str,
-    now: int,
-    facts: list[str],
-    nodes: list[str],
-    leases: list[str],
-    queue: list[str],
-    wishes: list[str],
-) -> PoolReport:
-    """Put together what `inspect.lua` returns; the forms of leases and wishes are `common.lua`'s."""
-    held = {member: lease.split(" ") for member, lease in zip(leases[::2], leases[1::2], strict=True)}
-
-    def slot(node_id: str, number: int, said: dict[str, Any]) -> SlotReport:
-        member = f"{encode(node_id)}:{number}"
-        if member not in held:
-            return SlotReport(number, said["state"], None, "", "", None)
-        epoch, since, _, stage, _, tenant, holder = held[member]
-        state = said["state"] if said["in_use"] == int(epoch) else {"o": "offered"}.get(stage, "leased")
-        age_ms = now - int(since) if since != "0" else None
-        return SlotReport(number, state, int(epoch), unquote(holder), unquote(tenant), age_ms)
-
-    reports = []
-    for record in nodes[1::2]:
-        node, beat = _node(record), json.loads(record.partition("\n")[2])
-        slots = tuple(slot(node.node_id, number, said) for number, said in enumerate(beat["slots"]))
-        reports.append(NodeReport(node, NodeStatus(**beat["status"]), slots))
-    waiters = []
-    for wish in (wish.split(" ") for wish in wishes):
-        _, _, tokens, _, give_up, tenant, _, holder, _, _ = wish
-        waiters.append(WaiterReport(unquote(holder), unquote(tenant), int(tokens), max(0, int(give_up) - now)))
-    _, mean_ms, served = facts
-    return PoolReport(
-        model=model,
-        nodes=tuple(sorted(reports, key=lambda report: report.node.node_id)),
-        queue=tuple(waiters),
-        served=int(served or 0),
-        mean_ms=int(mean_ms) if mean_ms else None,
-    )
+    def _must_be_open(self, operation: str) -> None:
+        if self._closed:
+            raise LeasesUnavailable(f"lease table: {operation} after aclose; make a new LeaseTable")

@@ -1,4 +1,4 @@
-"""The knock on the door: one subscription per process, on which the table names the waiters that were given a slot.
+"""One subscription per process, on which the table names the waiters that were given a slot.
 
 A message is a hint and nothing more: it can be lost, so every waiter looks for itself now and then.
 """
@@ -53,8 +53,7 @@ class Wakeups:
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait([task])
 
     async def _run(self) -> None:
         backoff_s, away = _FIRST_BACKOFF_S, False

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from cli.programs import find_program
 from leases import Denied, Grant, LeaseTable, NodeReport, SlotRequest
@@ -68,6 +70,69 @@ async def test_a_daemon_killed_in_mid_stream_costs_no_token(lane: Lane) -> None:
         os.kill(process.pid, signal.SIGKILL)
         await reading
     assert read_stream("".join(received)) == expected
+
+
+async def test_redis_killed_and_started_empty_in_mid_stream_costs_nothing(lane: Lane, successor: "Successor") -> None:
+    expected = await lane.stream(LONG, latency=False, max_tokens=250, ignore_eos=True)
+    body = lane.request(LONG, stream=True, max_tokens=250, ignore_eos=True, stream_options={"include_usage": True})
+    received: list[str] = []
+
+    async def read() -> None:
+        async with lane.client.stream("POST", "/chat/completions", json=body, headers=LATENCY) as response:
+            assert response.headers["x-slo-lane"] == "latency"
+            async for text in response.aiter_text():
+                received.append(text)
+
+    reading = asyncio.create_task(read())
+    await until(lambda: "".join(received).count('"content":"') > 8, "the daemon decodes", 60)
+    os.kill(lane.stack.pid("redis"), signal.SIGKILL)
+    meanwhile = await lane.post(lane.request(PROMPTS[0], max_tokens=4), latency=True, fallback=True)
+    assert (meanwhile.status_code, meanwhile.headers["x-slo-reason"]) == (200, "leases_unavailable")
+    await successor.start()
+
+    async def whole() -> bool:
+        pools = await successor.table.inspect()
+        nodes = pools[lane.settings.served_model_name].nodes if pools else ()
+        return [slot.state for one in nodes for slot in one.slots if slot.epoch is not None] == ["decoding"]
+
+    await until(whole, "the table has the daemon and its running lease again", 2)
+    assert not reading.done()
+
+    async def served() -> bool:
+        answer = await lane.post(lane.request(PROMPTS[0], max_tokens=4), latency=True, fallback=True)
+        return answer.headers["x-slo-lane"] == "latency"
+
+    await until(served, "the lane serves again", 5)
+    await reading
+    assert read_stream("".join(received)) == expected
+
+
+class Successor:
+    """A valkey in the place of the stack's own, which was killed."""
+
+    def __init__(self, lane: Lane) -> None:
+        service = next(s for s in lane.stack.services if s.name == "redis")
+        self._command = [*find_program(service.command[0]), *service.command[1:]]
+        decode = next(s for s in lane.stack.services if s.name == "decode")
+        self.table = LeaseTable(decode.command[decode.command.index("--redis-url") + 1])
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(*self._command, stdout=asyncio.subprocess.DEVNULL)
+
+    async def stop(self) -> None:
+        await self.table.aclose()
+        if self._process is not None:
+            self._process.kill()
+            await self._process.wait()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def successor(session_lane: Lane) -> AsyncIterator[Successor]:
+    """Runs until the module's last test, and so does the lane with it: no test of another module may follow."""
+    valkey = Successor(session_lane)
+    yield valkey
+    await valkey.stop()
 
 
 class SecondDaemon:

@@ -52,7 +52,7 @@ def settings(model_dir: Path, valkey: ValkeyProcess, **changes: Any) -> DaemonSe
         "control_port": 0,
         "metrics_port": 0,
         "writer_grace_s": 0.2,
-        "drain_timeout_s": 3.0,
+        "drain_timeout_s": 20.0,
     }
     return DaemonSettings(**given | changes)
 

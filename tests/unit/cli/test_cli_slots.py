@@ -195,10 +195,13 @@ def test_the_url_comes_from_flag_environment_or_file(redis: ValkeyProcess, tmp_p
         assert "smollm2" in result.stdout
 
 
-def test_a_url_of_another_kind_is_refused_without_its_password() -> None:
-    result = CliRunner().invoke(app, ["slots", "--redis-url", "http://user:geheim@127.0.0.1:1/0?x=y"])
+@pytest.mark.parametrize(
+    "url", ["http://user:geheim@127.0.0.1:1/0?x=y", "redis://user:geheim", "redis://user:geheim?@host", "user:geheim@host"]
+)
+def test_a_url_that_is_none_is_refused_without_its_password(url: str) -> None:
+    result = CliRunner().invoke(app, ["slots", "--redis-url", url])
     assert result.exit_code == 2
-    assert result.stderr.startswith("anchorleg: redis_url http://127.0.0.1:1/0 is no URL of a lease table")
+    assert result.stderr.startswith("anchorleg: redis_url is no URL of a lease table")
     assert "geheim" not in result.stderr
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import structlog
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 
 from extproc.server import ExtProcService, running
@@ -190,6 +191,23 @@ async def test_a_draining_gateway_finishes_streams_spills_those_who_wait_and_ans
         assert gateway.metrics.registry.get_sample_value("anchorleg_slot_wait_seconds_count", {"ended": "denied"}) == 1
         served.cancel()
         await asyncio.wait_for(draining, 5)
+
+
+async def test_a_gateway_that_stops_while_a_daemon_is_asked_gives_the_lease_back(stage: Stage, valkey: ValkeyProcess) -> None:
+    stage.daemon.script = ["hang"]
+    config = settings(valkey, upstream_url=stage.vllm.url, reserve_timeout_s=30.0)
+    with structlog.testing.capture_logs() as logs:
+        async with AsyncExitStack() as stack:
+            gateway = await stack.enter_async_context(running(config))
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.port}") as channel:
+                await said(ExternalProcessorStub(channel).Process(), request_headers(), request_body(STREAM))
+
+                async def leased() -> bool:
+                    return await stage.rig.free_slots() == 0
+
+                await eventually(leased)
+                await stack.aclose()
+    assert [entry for entry in logs if entry["log_level"] == "warning"] == []
 
 
 async def said(call: Any, headers: Any, body: Any) -> None:

@@ -144,7 +144,7 @@ async def test_a_node_that_was_restarted_empty_has_its_pools_again_with_the_next
 @EACH_PROGRAM
 async def test_a_frozen_node_holds_no_other_nodes_pools_up(cluster: Cluster) -> None:
     async def come_and_ask() -> None:
-        async with LeaseTable(cluster.url, timeout_s=1) as new:
+        async with LeaseTable(cluster.url, timeout_s=2) as new:
             await grant(new, model=model)
 
     model = await model_on(cluster, cluster.nodes[2])
@@ -168,7 +168,7 @@ async def test_a_replica_takes_its_primarys_pools_over(cluster: Cluster) -> None
 
     primary = await cluster.owner(0)
     model = await model_on(cluster, primary)
-    async with lease_table(cluster.url, timeout_s=1) as daemons, lease_table(cluster.url, timeout_s=1) as gateway:
+    async with lease_table(cluster.url, timeout_s=3) as daemons, lease_table(cluster.url, timeout_s=3) as gateway:
         await register(daemons, node(model=model))
         before = await grant(gateway, model=model)
         assert await release(daemons, before)
