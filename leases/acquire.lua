@@ -70,7 +70,7 @@ local function refuse(reason, estimate)
 end
 
 -- Without the counter an epoch could be given out twice; the next heartbeat restores it.
-if redis.call('HEXISTS', POOL, 'epoch') == 0 then
+if not last_epoch then
   return refuse('unknown_pool')
 end
 local tenant_full = tenant_is_full(wish)

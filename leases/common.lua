@@ -33,6 +33,12 @@ local MOST_AT_ONCE = 100 -- entries that one call clears away, so that no call t
 -- change is a reason to look through the queue.
 local changed = false
 
+-- Whether `expire` has left something that is over: then `pick` looks closely.
+local crowded = false
+
+-- Of the pool, once `expire` has run: the last epoch given out (nil: the pool is not there), and how long leases are held.
+local last_epoch, mean_ms = nil, nil
+
 -- Redis' own clock is the only one: callers' clocks differ, and step.
 local function now_ms()
   local time = redis.call('TIME')
@@ -271,11 +277,11 @@ local function best_node(wish)
   end
 end
 
--- The best node that lives. Of a crowd that died together, `expire` has left some.
+-- The best node that lives.
 local function pick(wish, now)
   for _ = 1, MOST_AT_ONCE do
     local node = best_node(wish)
-    if not node or tonumber(redis.call('ZSCORE', DEADLINES, 'n/' .. node) or '0') > now then
+    if not node or not crowded or tonumber(redis.call('ZSCORE', DEADLINES, 'n/' .. node) or '0') > now then
       return node
     end
     remove_node(node)
@@ -305,7 +311,7 @@ local function lease_slot(node, wish, now, deadline, stage)
   end
   -- A guess, until the daemon says better: it will be busy for as long as requests usually take here.
   local traits = read_traits(node)
-  traits.free_at = math.max(traits.free_at, now) + tonumber(redis.call('HGET', POOL, 'mean_ms') or '0')
+  traits.free_at = math.max(traits.free_at, now) + (mean_ms or 0)
   write_traits(node, traits, #free - 1)
   return member, epoch
 end
@@ -352,12 +358,16 @@ end
 -- Removes dead nodes and waiters, and takes back what was handed to a waiter and not fetched: nobody was told of that
 -- grant, so nobody can be using it. Each entry is paid for by the calls that renewed it.
 local function expire(now)
-  if redis.call('EXISTS', POOL) == 0 then
+  local facts = redis.call('HMGET', POOL, 'epoch', 'mean_ms')
+  last_epoch, mean_ms = tonumber(facts[1] or ''), tonumber(facts[2] or '')
+  if not last_epoch then
     -- The pool is gone, or was never there. What is left of it, because its keys did not all run out at once, misleads.
     redis.call('DEL', unpack(KEYS))
     return
   end
-  for _, entry in ipairs(redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', int(now), 'LIMIT', 0, MOST_AT_ONCE)) do
+  local over = redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', int(now), 'LIMIT', 0, MOST_AT_ONCE)
+  crowded = #over == MOST_AT_ONCE
+  for _, entry in ipairs(over) do
     local kind, name = string.sub(entry, 1, 2), string.sub(entry, 3)
     if kind == 'n/' then
       remove_node(name)
@@ -383,9 +393,8 @@ end
 -- How long a slot will probably take to become free: by Little's law `slots` slots, each held for the mean time, free one
 -- every mean / slots. -1 while nothing is known.
 local function wait_ms(ahead, slots)
-  local mean = tonumber(redis.call('HGET', POOL, 'mean_ms') or '-1')
-  if mean < 0 or slots == 0 then
+  if not mean_ms or slots == 0 then
     return -1
   end
-  return math.ceil(mean * (ahead + 1) / slots)
+  return math.ceil(mean_ms * (ahead + 1) / slots)
 end

@@ -28,7 +28,7 @@ local function in_use_of(index)
   return tonumber(ARGV[index + 1])
 end
 
-local counter = tonumber(redis.call('HGET', POOL, 'epoch') or '-1')
+local counter = last_epoch or -1
 local seen = 0
 for index = FIRST_VIEW, #ARGV, 2 do
   seen = math.max(seen, tonumber(ARGV[index]), in_use_of(index) or 0)
@@ -101,7 +101,7 @@ end
 traits.free_at = now + busy_ms
 if traits.idle then
   -- Leased, and the daemon has not heard of it yet.
-  traits.free_at = now + leased * tonumber(redis.call('HGET', POOL, 'mean_ms') or '0')
+  traits.free_at = now + leased * (mean_ms or 0)
 end
 if traits.draining then
   redis.call('ZREM', SIZES, size)

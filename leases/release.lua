@@ -7,18 +7,18 @@ local LONGEST_MS = 24 * 3600000
 
 local member, epoch = ARGV[1] .. ':' .. ARGV[2], tonumber(ARGV[3])
 local now = now_ms()
+expire(now)
 local lease = read_lease(member)
 local held = lease ~= nil and lease.epoch == epoch
 if held then
   end_lease(member, lease)
   local took = now - lease.since
   if lease.since > 0 and took >= 0 and took < LONGEST_MS then -- else the clock was set
-    local mean = tonumber(redis.call('HGET', POOL, 'mean_ms') or took)
+    local mean = mean_ms or took
     redis.call('HSET', POOL, 'mean_ms', int(mean + (took - mean) * WEIGHT))
   end
   redis.call('HINCRBY', POOL, 'served', 1)
   free_slot(member)
 end
-expire(now)
 hand_over(now, tonumber(ARGV[4]))
 return held and 1 or 0
