@@ -1,4 +1,4 @@
-# One target for each role: gateway, decode, vllm, envoy, redis. None has more than its role needs.
+# One target for each role: gateway, decode, vllm, envoy, redis. None has more than its role needs; the others are steps.
 # Ours is installed in place (--editable), so that Envoy's template is found beside the packages.
 FROM python:3.11-slim AS source
 WORKDIR /anchorleg
@@ -18,9 +18,18 @@ COPY envoy envoy
 FROM source AS gateway
 RUN pip install --constraint requirements.lock --editable '.[gateway]'
 
-FROM source AS decode
+FROM source AS engine
 RUN pip install --constraint requirements.lock torch \
  && pip install --constraint requirements.lock --editable '.[decode]'
+ENV XDG_CACHE_HOME=/var/cache
+
+# The native step, built where the compiler is.
+FROM engine AS native
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ libc6-dev && rm -rf /var/lib/apt/lists/*
+RUN python -m decode_daemon.engine.cpu.build
+
+FROM engine AS decode
+COPY --from=native /var/cache/anchorleg /var/cache/anchorleg
 
 # vLLM for CPUs. On GPUs, install the connector extra into the image of your vLLM instead.
 FROM source AS vllm

@@ -200,6 +200,9 @@ def _load(settings: DaemonSettings, pace: Pace) -> Engine:
         dtype=getattr(torch, settings.dtype),
         context_tokens=settings.context_tokens,
         threads=settings.threads,
+        step=settings.step,
+        pin=settings.pin_threads,
+        cache_dir=settings.cache_dir,
     )
     # The first steps pay for allocations and thread pools: not the first user.
     warm_up = DecodeParams(SamplingParams(temperature=0.0), _WARM_UP_TOKENS, frozenset())

@@ -9,26 +9,37 @@ from pathlib import Path
 import torch
 
 from decode_daemon.engine.config import LlamaConfig
-from decode_daemon.engine.model import LlamaModel
 from decode_daemon.engine.protocol import DecodeParams, EngineDescription, EngineError, FinishReason, Step
-from decode_daemon.engine.sampling import Sampler
+from decode_daemon.engine.sampling import GREEDY_BELOW, Sampler
+from decode_daemon.engine.steps import StepKind, StepModel, choose_step
 from decode_daemon.engine.weights import load_weights
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
 class LlamaEngine:
-    """An `Engine` for the Llama family in plain PyTorch."""
+    """An `Engine` for the Llama family."""
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: StepModel) -> None:
         self._model = model
 
     @classmethod
-    def load(cls, model_dir: Path, *, dtype: torch.dtype, context_tokens: int, threads: int | None) -> "LlamaEngine":
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        dtype: torch.dtype,
+        context_tokens: int,
+        threads: int | None,
+        step: StepKind = "auto",
+        pin: bool = True,
+        cache_dir: Path | None = None,
+    ) -> "LlamaEngine":
         """Load a Hugging Face folder and allocate a KV cache of `context_tokens` positions.
 
-        `dtype` (bfloat16 or float32) is that of weights and cache. `threads` sets PyTorch's thread count, which is one for
-        the whole process; None leaves it alone. Raises EngineError for a model, dtype or context that the engine cannot run.
+        `dtype` (bfloat16 or float32) is that of weights and cache. `threads` is also PyTorch's thread count, which is one
+        for the whole process; None leaves that alone. `step`, `pin` and `cache_dir`: see `choose_step`. Raises EngineError
+        for a model, dtype or context that the engine cannot run, and for a step that this machine cannot.
         """
         if dtype not in _DTYPES:
             raise EngineError(f"dtype {dtype} is not supported: choose torch.bfloat16 or torch.float32")
@@ -40,7 +51,8 @@ class LlamaEngine:
             )
         if threads is not None:
             torch.set_num_threads(threads)
-        return cls(LlamaModel(config, load_weights(model_dir, config, dtype), context_tokens))
+        weights = load_weights(model_dir, config, dtype)
+        return cls(choose_step(config, weights, context_tokens, step=step, threads=threads, pin=pin, cache_dir=cache_dir))
 
     def describe(self) -> EngineDescription:
         """Return the loaded model's shape."""
@@ -98,6 +110,9 @@ class LlamaEngine:
     @torch.inference_mode()
     def _next(self, token: int, position: int, sampler: Sampler) -> int:
         """Return the id that follows `token`, which stands at `position`."""
+        if sampler.params.temperature < GREEDY_BELOW and (best := self._model.greedy(token, position)) is not None:
+            return best
+        # Greedy, too, where the logits are not finite: the sampler says so.
         logits = self._model.forward(torch.tensor([token]), position)
         return sampler.choose(logits[0], position + 1)
 

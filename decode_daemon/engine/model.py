@@ -59,30 +59,34 @@ def product(x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None =
     return one.unsqueeze(0)
 
 
-class LlamaModel:
-    """The weights and the KV cache of one sequence.
+def empty_cache(config: LlamaConfig, dtype: torch.dtype, device: torch.device, context_tokens: int) -> torch.Tensor:
+    """Return the KV cache of one sequence: [layers, 2, kv_heads, context_tokens, head_dim], K (rotated) before V."""
+    shape = (config.layers, 2, config.kv_heads, context_tokens, config.head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
-    `cache` is [layers, 2, kv_heads, context_tokens, head_dim], K (rotated) before V, allocated once.
-    """
+
+def check_positions(position: int, width: int, context_tokens: int) -> None:
+    """Raise EngineError unless `width` positions from `position` on lie inside the context."""
+    end = position + width
+    if not 0 <= position < end <= context_tokens:
+        raise EngineError(f"positions {position} to {end - 1} do not fit a context of {context_tokens} tokens")
+
+
+class LlamaModel:
+    """The weights and the KV cache of one sequence, with steps in PyTorch; a `StepModel`."""
 
     def __init__(self, config: LlamaConfig, weights: Weights, context_tokens: int) -> None:
         self.config = config
         self.context_tokens = context_tokens
         self._weights = weights
         dtype, device = weights.embedding.dtype, weights.embedding.device
-        shape = (config.layers, 2, config.kv_heads, context_tokens, config.head_dim)
-        self.cache = torch.zeros(shape, dtype=dtype, device=device)
+        self.cache = empty_cache(config, dtype, device, context_tokens)
         self._cos, self._sin = (table.to(device, dtype).unsqueeze(1) for table in rope_tables(config, context_tokens))
 
     def forward(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """Store the KV of `ids` at `position` and on; return the logits after each, [width, vocab] in the weights' dtype.
-
-        `ids` is int64 [width]. Positions before `position` must hold the sequence so far; later ones are not read.
-        Raises EngineError when the last id falls outside the context.
-        """
+        """Store the KV of `ids` at `position` and on; return the logits after each; see `StepModel.forward`."""
         end = position + ids.shape[0]
-        if not 0 <= position < end <= self.context_tokens:
-            raise EngineError(f"positions {position} to {end - 1} do not fit a context of {self.context_tokens} tokens")
+        check_positions(position, ids.shape[0], self.context_tokens)
         eps = self.config.rms_eps
         cos, sin = self._cos[position:end], self._sin[position:end]
         # One slice for all layers: slicing per layer costs more than the small operations between the products.
@@ -96,6 +100,12 @@ class LlamaModel:
             gate, up = product(rms_norm(x, layer.post_norm, eps), layer.gate_up).chunk(2, dim=-1)
             x = product(functional.silu(gate) * up, layer.down, x)
         return product(rms_norm(x, self._weights.final_norm, eps), self._weights.head)
+
+    def greedy(self, token: int, position: int) -> int | None:
+        """Return the id of the largest logit after `token`; see `StepModel.greedy`."""
+        logits = self.forward(torch.tensor([token]), position)[0]
+        # The sum of finite logits is finite in float32, and that of others is not: one pass instead of two.
+        return int(logits.argmax()) if logits.float().sum().isfinite() else None
 
     def _project(
         self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, place: torch.Tensor

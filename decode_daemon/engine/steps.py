@@ -1,0 +1,98 @@
+"""Chooses what computes the steps of a model: native code where this machine can, else PyTorch; it says which, and why."""
+
+from pathlib import Path
+from typing import Literal, Protocol
+
+import structlog
+import torch
+
+from decode_daemon.engine.config import LlamaConfig
+from decode_daemon.engine.cpu.build import BuildError, library
+from decode_daemon.engine.cpu.cores import physical_cores, usable_cores
+from decode_daemon.engine.cpu.native import INSTRUCTIONS, Library, NativeModel, unsupported
+from decode_daemon.engine.model import LlamaModel
+from decode_daemon.engine.protocol import EngineError
+from decode_daemon.engine.weights import Weights
+
+log = structlog.get_logger(__name__)
+
+StepKind = Literal["auto", "native", "torch"]
+
+
+class StepModel(Protocol):
+    """The weights and the KV cache of one sequence, and how a token becomes the next one's logits."""
+
+    config: LlamaConfig
+    context_tokens: int
+    cache: torch.Tensor  # [layers, 2, kv_heads, context_tokens, head_dim], K (rotated) before V, allocated once
+
+    def forward(self, ids: torch.Tensor, position: int) -> torch.Tensor:
+        """Store the KV of `ids` at `position` and on; return the logits after each, [width, vocab] in the weights' dtype.
+
+        `ids` is int64 [width]. Positions before `position` must hold the sequence so far; later ones are not read.
+        Raises EngineError when the last id falls outside the context.
+        """
+        ...
+
+    def greedy(self, token: int, position: int) -> int | None:
+        """As `forward` of one id; return the id of its largest logit (the lowest of equal ones), None if one is not finite."""
+        ...
+
+
+def choose_step(
+    config: LlamaConfig,
+    weights: Weights,
+    context_tokens: int,
+    *,
+    step: StepKind = "auto",
+    threads: int | None = None,
+    pin: bool = True,
+    cache_dir: Path | None = None,
+) -> StepModel:
+    """Return the fastest `StepModel` this machine can run, and log the choice in one line.
+
+    `step` "native" and "torch" allow only that one. `threads` None means one for each physical core the process may use.
+    `pin` keeps each native thread on a core of its own while it computes, when together they take every core of the process;
+    which of more cores are free only the machine's owner knows (`taskset`, cpusets). `cache_dir` is where libraries are
+    built. Raises EngineError when "native" is wanted and impossible, naming the reason.
+    """
+    if step != "torch":
+        try:
+            return _native(config, weights, context_tokens, threads or usable_cores(), pin, cache_dir)
+        except BuildError as error:
+            if step == "native":
+                raise EngineError(f"the native step is not possible here: {error}") from error
+            reason = str(error)
+    else:
+        reason = "chosen by the settings"
+    level = log.info if step == "torch" else log.warning
+    level("decode step", step="torch", why=reason, threads=torch.get_num_threads())
+    return LlamaModel(config, weights, context_tokens)
+
+
+def _native(
+    config: LlamaConfig, weights: Weights, context_tokens: int, threads: int, pin: bool, cache_dir: Path | None
+) -> NativeModel:
+    """Return the native model; raises BuildError when there can be none here."""
+    if reason := unsupported(config):
+        raise BuildError(reason)
+    path = library(cache_dir)
+    try:
+        loaded = Library(path)
+    except OSError as error:
+        raise BuildError(f"{path} cannot be loaded ({error}): remove it, and it is built again") from error
+    instructions = loaded.instructions()
+    if instructions is None:
+        raise BuildError(f"this CPU has none of {', '.join(INSTRUCTIONS)}")
+    pinned = pin and threads == len(physical_cores())
+    model = NativeModel(config, weights, context_tokens, library=loaded, instructions=instructions, threads=threads, pin=pinned)
+    log.info(
+        "decode step",
+        step="native",
+        why="this CPU runs it",
+        instructions=instructions,
+        threads=threads,
+        pinned=pinned,
+        library=str(path),
+    )
+    return model
