@@ -116,11 +116,10 @@ class Slots:
             stages.mark("slot")
             if isinstance(granted, Denied):
                 return _DAEMON_UNAVAILABLE if avoid else self._why(granted)
-            claim = self._claim(granted)
-            stream = await self._open(granted, _decode_request(claim, plan, card))
+            reserved = await self._open(granted, plan, card)
             stages.mark("reserve")
-            if stream is not None:
-                return Reserved(claim, stream)
+            if reserved is not None:
+                return reserved
             avoid.append(granted.node_id)
         return _DAEMON_UNAVAILABLE
 
@@ -154,13 +153,15 @@ class Slots:
             if request.wait_ms:
                 self._metrics.slot_wait_seconds.labels(ended).observe(time.perf_counter() - began)
 
-    async def _open(self, grant: Grant, request: pb.DecodeRequest) -> DecodeStream | None:
+    async def _open(self, grant: Grant, plan: Plan, card: Card) -> Reserved | None:
         """Reserve the granted slot; None, the lease given back, when the daemon does not."""
         reserved = False
         try:
+            claim = self._claim(grant)
+            request = _decode_request(claim, plan, card)
             stream = await self._client.reserve(grant.decode_endpoint, request, self._settings.reserve_timeout_s)
             reserved = True
-            return stream
+            return Reserved(claim, stream)
         except DecodeFailed as error:
             log.warning("daemon did not reserve", node=grant.node_id, code=error.code, error=str(error))
             return None

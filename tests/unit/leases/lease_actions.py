@@ -151,6 +151,7 @@ class Actions(RuleBasedStateMachine):
     def release(self, node: Node, slot: int, epoch: int) -> None:
         member = f"{node.node_id}:{slot}"
         held = member in self.keys.leases and self.keys.leases[member].epoch == epoch
+        held = held and self.judge.expected.alive(node.node_id, self.clock.ms)  # leases end with their node
         freed = self.call(
             self.table.release(POOL, node.node_id, slot, epoch), lambda other, lease: (other, lease.epoch) == (member, epoch)
         )
