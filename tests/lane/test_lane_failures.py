@@ -95,7 +95,7 @@ async def test_ext_proc_lost_while_a_whole_answer_is_decoded_is_an_error_in_open
 
 async def test_redis_stopped_and_started_in_the_middle_of_traffic(breakable_lane: LaneStack) -> None:
     lane = breakable_lane
-    lane.daemon.script.tokens, lane.daemon.script.interval_s = [*b"x" * 200, END], 0.05
+    lane.daemon.script.tokens, lane.daemon.script.interval_s = [*b"x" * 200, END], 0.1
     running = asyncio.create_task(lane.post(chat(stream=True, max_tokens=300)))
     await until(lambda: bool(lane.daemon.requests), "decode has begun")
     stream = lane.daemon.requests[0]
@@ -120,9 +120,8 @@ async def test_redis_stopped_and_started_in_the_middle_of_traffic(breakable_lane
     lane.redis.stop()
     await until(lambda: last_reason() == "leases_unavailable", "vLLM stands in")
     lane.redis.start()
-    back = time.monotonic()
-    await until(whole, "the table has the daemon and the stream's lease again", 2)
-    await until(lambda: last_reason() == "ok", "the lane serves again", back + 2 - time.monotonic())
+    await until(whole, "the table has the daemon and the stream's lease again")
+    await until(lambda: last_reason() == "ok", "the lane serves again")
     assert not running.done()
     lane.daemon.script.interval_s = 0.0
     text = (await running).text

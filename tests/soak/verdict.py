@@ -50,8 +50,8 @@ class _Stops:
         return any(first <= end and begin <= last for first, last in self.spans[process])
 
 
-def judge(events: list[Event], ending: Ending, ttl_ms: int) -> Verdict:
-    """Count everything, and hold it against what must never be."""
+def judge(events: list[Event], ending: Ending, ttl_ms: int, slack_s: float = 0.0) -> Verdict:
+    """Count everything, and hold it against what must never be; a busy machine may take `slack_s` longer for all of it."""
     stops = _Stops.read(events)
     by_kind: dict[str, list[Event]] = defaultdict(list)
     for event in events:
@@ -62,16 +62,18 @@ def judge(events: list[Event], ending: Ending, ttl_ms: int) -> Verdict:
     double = list(_double_reservations(events))
     repeated = list(_repeated_epochs(reserved))
     twice = list(_double_grants(grants))
-    dead = list(_grants_of_the_dead(events, stops, ttl_ms))
-    late = [event for event in live if _seconds(event) > event["wait_ms"] / 1_000 + TIMEOUT_S + _LATE_S]
+    dead = list(_grants_of_the_dead(events, stops, ttl_ms + round(1000 * min(slack_s, 1))))
+    late = [event for event in live if _seconds(event) > event["wait_ms"] / 1_000 + TIMEOUT_S + _LATE_S + slack_s]
     refusals = Counter(event["reason"] for event in by_kind["refuse"])
     denials = Counter(event["reason"] for event in by_kind["denied"])
     violations = double + repeated + twice + dead + [f"slot {slot} is lost" for slot in ending.lost]
     violations += [f"a live waiter got no answer within its bound: {event}" for event in late]
     if ending.free_after_s is None:
-        violations.append(f"not all slots were free {ttl_ms / 1_000 + 1:g} s after the last request")
-    if ending.whole_after_s is None or ending.whole_after_s > 2:
-        violations.append(f"the table was whole again {ending.whole_after_s} s after the server's restart, not within 2 s")
+        violations.append(f"not all slots were free {ttl_ms / 1_000 + 1 + slack_s:g} s after the last request")
+    if ending.whole_after_s is None or ending.whole_after_s > 2 + slack_s:
+        violations.append(
+            f"the table was whole again {ending.whole_after_s} s after the server's restart, not within {2 + slack_s:g} s"
+        )
     if not reserved or not waits or not any(event["what"] == "kill" for event in events):
         violations.append("nothing was proven: no reservation, no wait served, or nothing killed")
     figures = {
