@@ -73,8 +73,8 @@ async def test_a_daemon_killed_in_mid_stream_costs_no_token(lane: Lane) -> None:
 
 
 async def test_redis_killed_and_started_empty_in_mid_stream_costs_nothing(lane: Lane, successor: "Successor") -> None:
-    expected = await lane.stream(LONG, latency=False, max_tokens=250, ignore_eos=True)
-    body = lane.request(LONG, stream=True, max_tokens=250, ignore_eos=True, stream_options={"include_usage": True})
+    expected = await lane.stream(LONG, latency=False, max_tokens=700, ignore_eos=True)
+    body = lane.request(LONG, stream=True, max_tokens=700, ignore_eos=True, stream_options={"include_usage": True})
     received: list[str] = []
 
     async def read() -> None:
