@@ -34,6 +34,9 @@ _POOL_INDEX = PREFIX + "pools"
 _RETENTION_MS = 3_600_000
 # A waiter looks for itself this often, and counts as gone when it has not for `waiter_ttl_ms`.
 _LOOKS_PER_TTL = 4
+# Calls without an answer that are undone at a time. While Redis is away every call is one, and trying to undo them all would
+# only be more load; what they may have been granted runs out by itself.
+_MOST_UNSURE = 32
 _NODES_PER_CARD = 3
 
 
@@ -189,9 +192,10 @@ class LeaseTable:
             await asyncio.wait([undoing])  # or it would undo this
         try:
             return await self._wait(request) if request.wait_ms and not self._hurried else await self._take(request)
-        except BaseException:
+        except (asyncio.CancelledError, LeasesUnavailable) as error:
             # The call may still be on its way, or have been granted a slot: what follows it undoes that.
-            self._undo(request)
+            if isinstance(error, asyncio.CancelledError) or len(self._undoing) < _MOST_UNSURE:
+                self._undo(request)
             raise
 
     async def _take(self, request: SlotRequest) -> Grant | Denied:
