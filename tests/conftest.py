@@ -13,9 +13,5 @@ settings.load_profile("anchorleg")
 
 @pytest.fixture(scope="session")
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
-    process = ValkeyProcess(tmp_path_factory.mktemp("valkey"))
-    try:
-        process.start()
+    with ValkeyProcess(tmp_path_factory.mktemp("valkey")) as process:
         yield process
-    finally:
-        process.stop()

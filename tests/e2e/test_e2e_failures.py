@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -52,59 +54,57 @@ async def test_clients_that_leave_hold_nothing(lane: Lane, after: str) -> None:
     await quiet(lane)
 
 
-async def test_a_daemon_killed_in_mid_stream_costs_no_token(lane: Lane) -> None:
-    prompt = PROMPTS[9]
-    expected = await lane.stream(prompt, latency=False, max_tokens=60)
-    async with SecondDaemon(lane) as process:
-        body = lane.request(prompt, stream=True, max_tokens=60, stream_options={"include_usage": True})
-        received: list[str] = []
-
-        async def read() -> None:
-            async with lane.client.stream("POST", "/chat/completions", json=body, headers=LATENCY) as response:
-                assert response.headers["x-slo-lane"] == "latency"
-                async for text in response.aiter_text():
-                    received.append(text)
-
-        reading = asyncio.create_task(read())
-        await until(lambda: "".join(received).count('"content":"') > 8, "the daemon decodes", 60)
-        os.kill(process.pid, signal.SIGKILL)
-        await reading
-    assert read_stream("".join(received)) == expected
-
-
-async def test_redis_killed_and_started_empty_in_mid_stream_costs_nothing(lane: Lane, successor: "Successor") -> None:
-    expected = await lane.stream(LONG, latency=False, max_tokens=700, ignore_eos=True)
-    body = lane.request(LONG, stream=True, max_tokens=700, ignore_eos=True, stream_options={"include_usage": True})
+@asynccontextmanager
+async def decoding(lane: Lane, prompt: str, **fields: Any) -> AsyncIterator["asyncio.Task[str]"]:
+    """A stream of the lane, once its daemon decodes; the task returns all of it."""
+    body = lane.request(prompt, stream=True, stream_options={"include_usage": True}, **fields)
     received: list[str] = []
 
-    async def read() -> None:
+    async def read() -> str:
         async with lane.client.stream("POST", "/chat/completions", json=body, headers=LATENCY) as response:
             assert response.headers["x-slo-lane"] == "latency"
             async for text in response.aiter_text():
                 received.append(text)
+        return "".join(received)
 
     reading = asyncio.create_task(read())
-    await until(lambda: "".join(received).count('"content":"') > 8, "the daemon decodes", 60)
-    os.kill(lane.stack.pid("redis"), signal.SIGKILL)
-    meanwhile = await lane.post(lane.request(PROMPTS[0], max_tokens=4), latency=True, fallback=True)
-    assert (meanwhile.status_code, meanwhile.headers["x-slo-reason"]) == (200, "leases_unavailable")
-    await successor.start()
+    try:
+        await until(lambda: "".join(received).count('"content":"') > 8, "the daemon decodes", 60)
+        yield reading
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
-    async def whole() -> bool:
-        pools = await successor.table.inspect()
-        nodes = pools[lane.settings.served_model_name].nodes if pools else ()
-        return [slot.state for one in nodes for slot in one.slots if slot.epoch is not None] == ["decoding"]
 
-    await until(whole, "the table has the daemon and its running lease again", 10)
-    assert not reading.done()
+async def test_a_daemon_killed_in_mid_stream_costs_no_token(lane: Lane) -> None:
+    expected = await lane.stream(PROMPTS[9], latency=False, max_tokens=60)
+    async with SecondDaemon(lane) as process, decoding(lane, PROMPTS[9], max_tokens=60) as reading:
+        os.kill(process.pid, signal.SIGKILL)
+        assert read_stream(await reading) == expected
 
-    async def served() -> bool:
-        answer = await lane.post(lane.request(PROMPTS[0], max_tokens=4), latency=True, fallback=True)
-        return answer.headers["x-slo-lane"] == "latency"
 
-    await until(served, "the lane serves again", 20)
-    await reading
-    assert read_stream("".join(received)) == expected
+async def test_redis_killed_and_started_empty_in_mid_stream_costs_nothing(lane: Lane, successor: "Successor") -> None:
+    expected = await lane.stream(LONG, latency=False, max_tokens=700, ignore_eos=True)
+    async with decoding(lane, LONG, max_tokens=700, ignore_eos=True) as reading:
+        os.kill(lane.stack.pid("redis"), signal.SIGKILL)
+        meanwhile = await lane.post(lane.request(PROMPTS[0], max_tokens=4), latency=True, fallback=True)
+        assert (meanwhile.status_code, meanwhile.headers["x-slo-reason"]) == (200, "leases_unavailable")
+        await successor.start()
+
+        async def whole() -> bool:
+            pools = await successor.table.inspect()
+            nodes = pools[lane.settings.served_model_name].nodes if pools else ()
+            return [slot.state for one in nodes for slot in one.slots if slot.epoch is not None] == ["decoding"]
+
+        await until(whole, "the table has the daemon and its running lease again", 10)
+        assert not reading.done()
+
+        async def served() -> bool:
+            answer = await lane.post(lane.request(PROMPTS[0], max_tokens=4), latency=True, fallback=True)
+            return answer.headers["x-slo-lane"] == "latency"
+
+        await until(served, "the lane serves again", 20)
+        assert read_stream(await reading) == expected
 
 
 class Successor:

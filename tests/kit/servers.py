@@ -1,10 +1,8 @@
 """Deployments of Redis and Valkey made of real processes: one server, a cluster, a primary with a replica and sentinels."""
 
 import shutil
-import signal
 import socket
 import subprocess
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -14,7 +12,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
-from tests.kit.valkey import eventually
+from tests.kit.valkey import ServerProcess, eventually
 
 HOST = "127.0.0.1"
 
@@ -40,8 +38,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Server:
-    """One process on a TCP port of loopback, without persistence: each start is an empty one."""
+class Server(ServerProcess):
+    """A server program on a TCP port of loopback."""
 
     def __init__(self, program: Path, folder: Path, *options: str, tls: Sequence[str] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,37 +48,8 @@ class Server:
         self._tls = bool(tls)
         self.url = f"redis://{HOST}:{self.port}"
         port = ["--port", "0", "--tls-port", str(self.port), *tls] if tls else ["--port", str(self.port)]
-        self.command = [str(program), *port, "--bind", HOST, "--save", "", "--dir", str(folder)]
-        self.command += ["--repl-diskless-sync-delay", "0", *options]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        while not self._accepts():
-            assert self._process.poll() is None, f"{self.command} ended at start"
-            assert time.monotonic() < deadline, f"{self.command} did not listen within 10 s"
-            time.sleep(0.005)
-
-    def stop(self) -> None:
-        """Kills it, as a crash would."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(10)
-            self._process = None
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None
-
-    def freeze(self) -> None:
-        """Connections stay open and nothing is answered any more."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+        where = [*port, "--bind", HOST, "--dir", str(folder)]
+        super().__init__([str(program), *where, "--save", "", "--repl-diskless-sync-delay", "0", *options])
 
     async def tell(self, *words: str | int | Path) -> Any:
         """Run one command, on a connection of its own."""

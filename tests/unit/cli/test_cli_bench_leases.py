@@ -25,12 +25,8 @@ SIZES = (4, 60)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ValkeyProcess]:
-    process = ValkeyProcess(tmp_path)
-    try:
-        process.start()
+    with ValkeyProcess(tmp_path) as process:
         yield process
-    finally:
-        process.stop()
 
 
 def nodes(count: int) -> list[Node]:

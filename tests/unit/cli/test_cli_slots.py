@@ -32,12 +32,8 @@ class Printed(NamedTuple):
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[ValkeyProcess]:
     """A server of this test's own, running and empty."""
-    process = ValkeyProcess(tmp_path)
-    try:
-        process.start()
+    with ValkeyProcess(tmp_path) as process:
         yield process
-    finally:
-        process.stop()
 
 
 def slots(redis: ValkeyProcess, *arguments: str, environment: dict[str, str] | None = None) -> Printed:

@@ -85,12 +85,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
-    process = ValkeyProcess(tmp_path_factory.mktemp("valkey"))
-    try:
-        process.start()
+    with ValkeyProcess(tmp_path_factory.mktemp("valkey")) as process:
         yield process
-    finally:
-        process.stop()
 
 
 @pytest.fixture

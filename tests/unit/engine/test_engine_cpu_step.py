@@ -15,33 +15,19 @@ from decode_daemon.engine.cpu.native import INSTRUCTIONS, MAX_WIDTH, Library, Na
 from decode_daemon.engine.model import LlamaModel
 from decode_daemon.engine.protocol import EngineError
 from decode_daemon.engine.weights import load_weights
+from tests.kit.families import FAMILIES, PROMPT
 
 Tiny = Callable[..., tuple[Path, Any]]
 
-PROMPT = [5, 90, 3, 41, 7, 7, 62, 18, 2, 33, 76, 11]
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-FAMILIES = {
-    "llama untied": ("Llama", {}),
-    "llama tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama3 rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama without grouped heads": ("Llama", {"num_key_value_heads": 6}),
+SHAPES = {
+    **FAMILIES,
     "one kv head": ("Llama", {"num_key_value_heads": 1}),
     "head_dim 64": ("Llama", {"head_dim": 64}),
     "head_dim 80": ("Llama", {"head_dim": 80}),
     "head_dim 96": ("Llama", {"head_dim": 96}),
     "head_dim 128": ("Llama", {"head_dim": 128}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "qwen2 with qkv bias": ("Qwen2", {}),
-    "qwen3 with qk norm": ("Qwen3", {}),
 }
-families = pytest.mark.parametrize(("family", "changes"), FAMILIES.values(), ids=FAMILIES.keys())
+families = pytest.mark.parametrize(("family", "changes"), SHAPES.values(), ids=SHAPES.keys())
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 
 

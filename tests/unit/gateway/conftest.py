@@ -47,9 +47,5 @@ async def vllm() -> AsyncIterator[ScriptedVllm]:
 @pytest.fixture
 def own_valkey(tmp_path: Path) -> Iterator[ValkeyProcess]:
     """For one test to stop and freeze."""
-    process = ValkeyProcess(tmp_path)
-    try:
-        process.start()
+    with ValkeyProcess(tmp_path) as process:
         yield process
-    finally:
-        process.stop()

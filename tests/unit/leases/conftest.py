@@ -11,12 +11,8 @@ from tests.kit.valkey import ValkeyProcess, Wire
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
     """Shared by all tests that do not stop it."""
-    process = ValkeyProcess(tmp_path_factory.mktemp("valkey"))
-    try:
-        process.start()
+    with ValkeyProcess(tmp_path_factory.mktemp("valkey")) as process:
         yield process
-    finally:
-        process.stop()
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
 
-from leases import Denied, LeaseTable, NoSlot
+from leases import Denied, Grant, LeaseTable, NoSlot
 from tests.kit.valkey import (
     ValkeyProcess,
     Wire,
@@ -19,21 +21,28 @@ from tests.kit.valkey import (
     register,
     release,
 )
-from tests.kit.waiting import granted, join, left, passed
+from tests.kit.waiting import Waiting, granted, join, left, passed
 
 
-async def test_a_waiter_that_stopped_asking_is_skipped(quick: LeaseTable, wire: Wire) -> None:
+@asynccontextmanager
+async def behind_one_that_is_cut_off(quick: LeaseTable, wire: Wire) -> AsyncIterator[tuple[Grant, Waiting]]:
+    """The one slot's grant, and the second of two waiters, the first of which the table does not hear from any more."""
     await register(quick, node())
     held = await grant(quick)
     async with LeaseTable(wire.url, waiter_ttl_ms=200, timeout_s=0.1) as lost:
         first = await join(lost, 1)
         second = await join(quick, 2)
         wire.cut()
+        yield held, second
+        await asyncio.wait([first])
+        assert first.exception() is not None
+
+
+async def test_a_waiter_that_stopped_asking_is_skipped(quick: LeaseTable, wire: Wire) -> None:
+    async with behind_one_that_is_cut_off(quick, wire) as (held, second):
         await queued(quick, 1)
         await release(quick, held)
         await granted(second)
-        await asyncio.wait([first])
-        assert first.exception() is not None
 
 
 async def test_waiters_that_keep_asking_keep_their_places(quick: LeaseTable, redis: Redis) -> None:
@@ -57,16 +66,9 @@ async def test_a_slot_that_was_waited_for_is_kept_as_long_as_any_other(quick: Le
 
 
 async def test_a_slot_that_its_waiter_does_not_fetch_goes_to_the_next(quick: LeaseTable, wire: Wire) -> None:
-    await register(quick, node())
-    held = await grant(quick)
-    async with LeaseTable(wire.url, waiter_ttl_ms=200, timeout_s=0.1) as lost:
-        first = await join(lost, 1)
-        second = await join(quick, 2)
-        wire.cut()
+    async with behind_one_that_is_cut_off(quick, wire) as (held, second):
         await release(quick, held)
         assert (await granted(second)).epoch == held.epoch + 2, "the first waiter was to have it"
-        await asyncio.wait([first])
-        assert first.exception() is not None
 
 
 async def test_a_waiting_gateway_that_is_killed_does_not_stop_those_behind_it(server: ValkeyProcess, quick: LeaseTable) -> None:

@@ -219,12 +219,8 @@ class LeaseMachine(Actions):
 @pytest.fixture(scope="module")
 def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
     """Its own: other tests flush theirs."""
-    process = ValkeyProcess(tmp_path_factory.mktemp("valkey"))
-    try:
-        process.start()
+    with ValkeyProcess(tmp_path_factory.mktemp("valkey")) as process:
         yield process
-    finally:
-        process.stop()
 
 
 @pytest.mark.timeout(60 + EXAMPLES)
