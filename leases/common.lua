@@ -1,6 +1,6 @@
 -- Put in front of every script of the lease table. One pool is eleven keys in one hash slot, and no key is named after a
 -- node, a slot or a request: each script declares all it touches. Of all but `inspect` the cost does not grow with the
--- pool; it grows with the queue only while a slot is free that fits none of those who wait.
+-- pool; it grows with the queue only when a slot becomes free that fits none of those who wait.
 --
 --   nodes      hash  node -> a line of JSON of the node and one of its last heartbeat, for readers: no script looks inside
 --   traits     hash  node -> "card capacity slots idle free_at draining filed", what scripts need to know of it; filed is
@@ -279,14 +279,16 @@ end
 
 -- The best node that lives.
 local function pick(wish, now)
-  for _ = 1, MOST_AT_ONCE do
+  for removed = 0, MOST_AT_ONCE do
     local node = best_node(wish)
     if not node or not crowded or tonumber(redis.call('ZSCORE', DEADLINES, 'n/' .. node) or '0') > now then
       return node
     end
-    remove_node(node)
+    if removed < MOST_AT_ONCE then
+      remove_node(node)
+    end
   end
-  return nil
+  return nil -- more of the dead are in front of the living: the next call goes on
 end
 
 -- Leases a free slot of the node until `deadline`, and returns its member and epoch.
@@ -367,6 +369,7 @@ local function expire(now)
   end
   local over = redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', int(now), 'LIMIT', 0, MOST_AT_ONCE)
   crowded = #over == MOST_AT_ONCE
+  changed = changed or #over > 0
   for _, entry in ipairs(over) do
     local kind, name = string.sub(entry, 1, 2), string.sub(entry, 3)
     if kind == 'n/' then
