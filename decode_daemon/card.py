@@ -8,7 +8,7 @@ from handoff import decode_pb2 as pb
 
 
 def model_card(
-    *, model: str, identity: str, context_tokens: int, model_dir: Path, generation: GenerationDefaults
+    *, model: str, identity: str, context_tokens: int, vocab_size: int, model_dir: Path, generation: GenerationDefaults
 ) -> pb.ModelCard:
     """Read the card's parts from a Hugging Face folder.
 
@@ -23,6 +23,8 @@ def model_card(
         context_tokens=context_tokens,
         tokenizer=tokenizer.read_bytes(),
         stop_token_ids=sorted(generation.eos_token_ids),
+        eos_token_id=generation.eos_token_id,
+        vocab_size=vocab_size,
         defaults=pb.SamplingDefaults(
             temperature=generation.temperature,
             top_p=generation.top_p,

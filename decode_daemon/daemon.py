@@ -103,6 +103,7 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
         model=settings.served_model_name,
         identity=identity.weights,
         context_tokens=settings.context_tokens,
+        vocab_size=shape.vocab_size,
         model_dir=settings.model_dir,
         generation=generation,
     )

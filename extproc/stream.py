@@ -121,7 +121,7 @@ class ExtProcStream:
                 self._served.outcome = relay.outcome
 
     async def _answer(self, relay: Relay, prefill: Prefill, *, ended: bool) -> pb.ProcessingResponse:
-        if not prefill.plan.stream:
+        if not prefill.plan.form.stream:
             # The status is sent when the whole answer is known, so that a failure until then has a status of its own.
             await self._wire.write(messages.more_time(self._lane.parts.settings.generation_timeout_s))
         if ended:

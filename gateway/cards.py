@@ -38,9 +38,10 @@ class Card:
     model: str
     context_tokens: int
     stop_token_ids: tuple[int, ...]
+    eos_token_id: int | None  # the one of them that is no stop_reason
     defaults: Defaults
     tokenizer: Tokenizer
-    vocab_size: int
+    vocab_size: int  # the model's: the ids that logits have a place for
     longest_token: int  # characters; so many tokens at least, for so many characters
 
 
@@ -99,6 +100,7 @@ def read_card(message: pb.ModelCard) -> Card:
         model=message.model,
         context_tokens=message.context_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
+        eos_token_id=message.eos_token_id if message.HasField("eos_token_id") else None,
         defaults=Defaults(
             temperature=d.temperature if d.HasField("temperature") else None,
             top_p=d.top_p if d.HasField("top_p") else None,
@@ -110,6 +112,6 @@ def read_card(message: pb.ModelCard) -> Card:
             frequency_penalty=d.frequency_penalty if d.HasField("frequency_penalty") else None,
         ),
         tokenizer=tokenizer,
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=message.vocab_size,
         longest_token=max(map(len, tokenizer.get_vocab()), default=1),
     )

@@ -10,8 +10,9 @@ from enum import Enum
 from typing import Any
 
 from gateway.body import Body
+from gateway.endpoints import Endpoint
 
-CHAT_PATH = "/v1/chat/completions"
+CHAT_PATH = Endpoint.CHAT
 
 _INT64 = 2**63
 _MAX_STOPS = 4  # vLLM's own default limit (VLLM_MAX_STOP_STRINGS): it answers more of them with 400

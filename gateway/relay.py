@@ -13,7 +13,8 @@ from gateway.errors import UpstreamFailed
 from gateway.lane import LaneParts, Prefill
 from gateway.reply import AnswerState, JsonWriter, PrefillAnswer, StreamWriter, read_prefill_answer
 from gateway.text import Detokenizer
-from gateway.upstream import Batch, Replayed, UpstreamUnavailable, read_token_ids
+from gateway.tokens import Batch
+from gateway.upstream import Replayed, UpstreamUnavailable, read_token_ids
 from handoff import decode_pb2 as pb
 from handoff.claim import CLAIM_KEY
 
@@ -80,10 +81,10 @@ class Relay:
             return await self._replay()
         plan, card = self._prefill.plan, self._prefill.card
         self._progress.prompt_tail = tail
-        state = AnswerState(Detokenizer(card.tokenizer, tail, plan.stop))
+        state = AnswerState(Detokenizer(card.tokenizer, tail, plan.form.stop))
         headers = {"server-timing": self._prefill.stages.header()}
-        if plan.stream:
-            writer = StreamWriter(prefill, state, include_usage=plan.include_usage)
+        if plan.form.stream:
+            writer = StreamWriter(prefill, state, include_usage=plan.form.include_usage)
             return Answer(200, headers | {"content-type": writer.content_type}, self._stream(writer, state, prefill, first))
         whole = await self._whole(JsonWriter(prefill, state), state, prefill, first)
         headers |= {"content-type": JsonWriter.content_type, "content-length": str(len(whole))}

@@ -6,7 +6,6 @@ Every call carries the client's own credentials: the gateway may do at vLLM only
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, Any, Self
 
@@ -17,6 +16,7 @@ from gateway.body import Body
 from gateway.eligibility import CHAT_PATH, prompt_fields
 from gateway.plan import Plan
 from gateway.sse import EventReader
+from gateway.tokens import Batch
 
 Credentials = Mapping[bytes, bytes]
 """Header names and values, byte for byte as the client sent them."""
@@ -32,14 +32,6 @@ _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
 
 class UpstreamUnavailable(Exception):  # noqa: N818 - an outcome the lane acts on
     """vLLM did not answer, or not with what was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Tokens in order; `finish` ("stop" or "length") with the last one only. On "stop" the last id is the stop id."""
-
-    ids: tuple[int, ...]
-    finish: str | None = None
 
 
 class Replayed:

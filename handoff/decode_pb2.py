@@ -24,33 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14handoff/decode.proto\x12\x0c\x61nchorleg.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xb6\x01\n\tModelCard\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08identity\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x11\n\ttokenizer\x18\x05 \x01(\x0c\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x30\n\x08\x64\x65\x66\x61ults\x18\x07 \x01(\x0b\x32\x1e.anchorleg.v1.SamplingDefaults\"\xe0\x02\n\x10SamplingDefaults\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xca\x01\n\rDecodeRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05top_k\x18\x07 \x01(\x05\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\r\n\x05\x63laim\x18\n \x01(\x0c\x42\x07\n\x05_seed\"\xba\x01\n\x0b\x44\x65\x63odeEvent\x12*\n\x08reserved\x18\x01 \x01(\x0b\x32\x16.anchorleg.v1.ReservedH\x00\x12&\n\x06landed\x18\x02 \x01(\x0b\x32\x14.anchorleg.v1.LandedH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.anchorleg.v1.TokensH\x00\x12&\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x14.anchorleg.v1.FailedH\x00\x42\x07\n\x05\x65vent\"\n\n\x08Reserved\"`\n\x06Landed\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x04 \x01(\x01\"~\n\x06Tokens\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12+\n\x06\x66inish\x18\x03 \x01(\x0e\x32\x1b.anchorleg.v1.Tokens.Finish\"(\n\x06\x46inish\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\"\'\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\x91\x01\n\x07\x44\x65\x63oder\x12\x42\n\x08\x44\x65scribe\x12\x1d.anchorleg.v1.DescribeRequest\x1a\x17.anchorleg.v1.ModelCard\x12\x42\n\x06\x44\x65\x63ode\x12\x1b.anchorleg.v1.DecodeRequest\x1a\x19.anchorleg.v1.DecodeEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14handoff/decode.proto\x12\x0c\x61nchorleg.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xf6\x01\n\tModelCard\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08identity\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x11\n\ttokenizer\x18\x05 \x01(\x0c\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x30\n\x08\x64\x65\x66\x61ults\x18\x07 \x01(\x0b\x32\x1e.anchorleg.v1.SamplingDefaults\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x19\n\x0c\x65os_token_id\x18\t \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_eos_token_id\"\xe0\x02\n\x10SamplingDefaults\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\x8a\x05\n\rDecodeRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05top_k\x18\x07 \x01(\x05\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\r\n\x05\x63laim\x18\n \x01(\x0c\x12\r\n\x05min_p\x18\x0b \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12>\n\nlogit_bias\x18\x0f \x03(\x0b\x32*.anchorleg.v1.DecodeRequest.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12)\n\tbad_words\x18\x11 \x03(\x0b\x32\x16.anchorleg.v1.TokenIds\x12\x12\n\nmin_tokens\x18\x12 \x01(\r\x12\x18\n\x10\x65nding_token_ids\x18\x13 \x03(\r\x12\x15\n\x08logprobs\x18\x14 \x01(\rH\x02\x88\x01\x01\x12&\n\x07grammar\x18\x15 \x01(\x0b\x32\x15.anchorleg.v1.Grammar\x12\x10\n\x08\x61nswered\x18\x16 \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa2\x01\n\x07Grammar\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.anchorleg.v1.Grammar.Kind\x12\x0e\n\x06source\x18\x02 \x01(\t\"]\n\x04Kind\x12\x0f\n\x0bJSON_SCHEMA\x10\x00\x12\x0f\n\x0bJSON_OBJECT\x10\x01\x12\t\n\x05REGEX\x10\x02\x12\n\n\x06\x43HOICE\x10\x03\x12\x08\n\x04\x45\x42NF\x10\x04\x12\x12\n\x0eSTRUCTURAL_TAG\x10\x05\"\xba\x01\n\x0b\x44\x65\x63odeEvent\x12*\n\x08reserved\x18\x01 \x01(\x0b\x32\x16.anchorleg.v1.ReservedH\x00\x12&\n\x06landed\x18\x02 \x01(\x0b\x32\x14.anchorleg.v1.LandedH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.anchorleg.v1.TokensH\x00\x12&\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x14.anchorleg.v1.FailedH\x00\x42\x07\n\x05\x65vent\"\n\n\x08Reserved\"`\n\x06Landed\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x04 \x01(\x01\"\xad\x01\n\x06Tokens\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12+\n\x06\x66inish\x18\x03 \x01(\x0e\x32\x1b.anchorleg.v1.Tokens.Finish\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.anchorleg.v1.TokenLogprobs\"(\n\x06\x46inish\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\'\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\x91\x01\n\x07\x44\x65\x63oder\x12\x42\n\x08\x44\x65scribe\x12\x1d.anchorleg.v1.DescribeRequest\x1a\x17.anchorleg.v1.ModelCard\x12\x42\n\x06\x44\x65\x63ode\x12\x1b.anchorleg.v1.DecodeRequest\x1a\x19.anchorleg.v1.DecodeEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'handoff.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_DECODEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_DECODEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_DESCRIBEREQUEST']._serialized_start=38
   _globals['_DESCRIBEREQUEST']._serialized_end=55
   _globals['_MODELCARD']._serialized_start=58
-  _globals['_MODELCARD']._serialized_end=240
-  _globals['_SAMPLINGDEFAULTS']._serialized_start=243
-  _globals['_SAMPLINGDEFAULTS']._serialized_end=595
-  _globals['_DECODEREQUEST']._serialized_start=598
-  _globals['_DECODEREQUEST']._serialized_end=800
-  _globals['_DECODEEVENT']._serialized_start=803
-  _globals['_DECODEEVENT']._serialized_end=989
-  _globals['_RESERVED']._serialized_start=991
-  _globals['_RESERVED']._serialized_end=1001
-  _globals['_LANDED']._serialized_start=1003
-  _globals['_LANDED']._serialized_end=1099
-  _globals['_TOKENS']._serialized_start=1101
-  _globals['_TOKENS']._serialized_end=1227
-  _globals['_TOKENS_FINISH']._serialized_start=1187
-  _globals['_TOKENS_FINISH']._serialized_end=1227
-  _globals['_FAILED']._serialized_start=1229
-  _globals['_FAILED']._serialized_end=1268
-  _globals['_DECODER']._serialized_start=1271
-  _globals['_DECODER']._serialized_end=1416
+  _globals['_MODELCARD']._serialized_end=304
+  _globals['_SAMPLINGDEFAULTS']._serialized_start=307
+  _globals['_SAMPLINGDEFAULTS']._serialized_end=659
+  _globals['_DECODEREQUEST']._serialized_start=662
+  _globals['_DECODEREQUEST']._serialized_end=1312
+  _globals['_DECODEREQUEST_LOGITBIASENTRY']._serialized_start=1219
+  _globals['_DECODEREQUEST_LOGITBIASENTRY']._serialized_end=1267
+  _globals['_TOKENIDS']._serialized_start=1314
+  _globals['_TOKENIDS']._serialized_end=1337
+  _globals['_GRAMMAR']._serialized_start=1340
+  _globals['_GRAMMAR']._serialized_end=1502
+  _globals['_GRAMMAR_KIND']._serialized_start=1409
+  _globals['_GRAMMAR_KIND']._serialized_end=1502
+  _globals['_DECODEEVENT']._serialized_start=1505
+  _globals['_DECODEEVENT']._serialized_end=1691
+  _globals['_RESERVED']._serialized_start=1693
+  _globals['_RESERVED']._serialized_end=1703
+  _globals['_LANDED']._serialized_start=1705
+  _globals['_LANDED']._serialized_end=1801
+  _globals['_TOKENS']._serialized_start=1804
+  _globals['_TOKENS']._serialized_end=1977
+  _globals['_TOKENS_FINISH']._serialized_start=1937
+  _globals['_TOKENS_FINISH']._serialized_end=1977
+  _globals['_TOKENLOGPROBS']._serialized_start=1979
+  _globals['_TOKENLOGPROBS']._serialized_end=2050
+  _globals['_FAILED']._serialized_start=2052
+  _globals['_FAILED']._serialized_end=2091
+  _globals['_DECODER']._serialized_start=2094
+  _globals['_DECODER']._serialized_end=2239
 # @@protoc_insertion_point(module_scope)

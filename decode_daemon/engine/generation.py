@@ -20,6 +20,7 @@ class GenerationDefaults:
     """A model's sampling defaults; a value that the model does not give is vLLM's neutral one."""
 
     eos_token_ids: frozenset[int]  # each ends an answer unless the request ignores eos
+    eos_token_id: int | None = None  # the tokenizer's own, one of them
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps every token
@@ -35,11 +36,14 @@ class GenerationDefaults:
         path = model_dir / "generation_config.json"
         if not path.is_file():
             path = model_dir / "config.json"
-            return cls(eos_token_ids=_eos_ids(model_dir, read_json(path), path))
+            primary = _tokenizer_eos(model_dir)
+            return cls(_eos_ids(primary, read_json(path), path), primary)
         raw = read_json(path)
+        primary = _tokenizer_eos(model_dir)
         max_new_tokens = _number(raw, "max_new_tokens", path, 0)
         return cls(
-            eos_token_ids=_eos_ids(model_dir, raw, path),
+            eos_token_ids=_eos_ids(primary, raw, path),
+            eos_token_id=primary,
             temperature=_number(raw, "temperature", path, 1.0),
             top_p=_number(raw, "top_p", path, 1.0),
             # vLLM takes -1 for "all tokens", too.
@@ -61,12 +65,11 @@ def _number(raw: Mapping[str, Any], field: str, path: Path, default: float) -> f
     return value
 
 
-def _eos_ids(model_dir: Path, raw: Mapping[str, Any], path: Path) -> frozenset[int]:
+def _eos_ids(primary: int | None, raw: Mapping[str, Any], path: Path) -> frozenset[int]:
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
         raise EngineError(f"{path}: eos_token_id is {value!r}, not a token id or a list of them")
-    primary = _tokenizer_eos(model_dir)
     return frozenset(ids if primary is None else [*ids, primary])
 
 

@@ -4,8 +4,8 @@ An engine owns one sequence at a time: a static KV cache, the weights, and a loo
 It knows nothing about text, sockets, slots or leases. Another runtime can take its place by satisfying `Engine`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -40,14 +40,46 @@ class EngineDescription:
 class SamplingParams:
     """How the next token is chosen; every value explicit, the model's defaults already resolved.
 
-    Semantics are vLLM's: temperature 0 is greedy; top_k 0 keeps every token; top_p 1.0 keeps every token; top-k is applied
-    before top-p. `seed` None draws a fresh one. The same seed gives the same tokens for the same prompt on the same engine.
+    Semantics and order are vLLM's (v1/sample/sampler.py): allowed ids, bad words, min_tokens, logit bias, penalties,
+    temperature, min_p, top-k, top-p. Temperature 0 is greedy; top_k 0 keeps every token; top_p 1.0 keeps every token. `seed`
+    None draws a fresh one. The same seed gives the same tokens for the same prompt on the same engine.
     """
 
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0  # of ids in the answer
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # of ids in prompt or answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()  # none: every id
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last id of a sequence is withheld where the answer ends with the others
+    min_tokens: int = 0  # of the whole answer, before an id of `ending_token_ids` may be chosen
+    ending_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None  # alternatives to report for each token; None reports nothing
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities, before penalties and temperature, under a constraint's mask."""
+
+    logprob: float  # of the chosen id
+    top_ids: tuple[int, ...]  # the most probable ids, most probable first
+    top_logprobs: tuple[float, ...]
+
+
+class Constraint(Protocol):
+    """What an answer's tokens must match: a grammar's state, advanced by every token. Not thread-safe."""
+
+    def mask(self) -> torch.Tensor | None:
+        """Return which ids may come next, bool [vocab]; None when every id may."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Advance; raises EngineError for a token that may not come here."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +87,10 @@ class DecodeParams:
     """One request for `Engine.decode`."""
 
     sampling: SamplingParams
-    max_tokens: int  # output tokens in all, the first one included; at least 1
+    max_tokens: int  # output tokens from the first one on, itself included; at least 1
     stop_token_ids: frozenset[int]  # a sampled id in this set ends the answer (it is emitted)
+    constraint: Constraint | None = None  # at the answer's beginning: the engine feeds it what was answered before
+    answered: int = 0  # so many of the prompt's last ids are the answer's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +99,7 @@ class Step:
 
     ids: tuple[int, ...]
     finish: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each id, when the request asks for them
 
 
 class Engine(Protocol):

@@ -82,6 +82,8 @@ def card_message(*, fingerprint: str = "card-1", context_tokens: int = 4096, **d
         context_tokens=context_tokens,
         tokenizer=bpe_tokenizer().to_str().encode(),
         stop_token_ids=[end_id()],
+        eos_token_id=end_id(),
+        vocab_size=bpe_tokenizer().get_vocab_size(),
         defaults=pb.SamplingDefaults(**defaults),
     )
 

@@ -54,7 +54,7 @@ async def test_the_engine_is_asked_for_what_the_request_says(serve: Serve) -> No
         await rest(await server.landed(**wishes | fields))
         await server.all_free()
         max_tokens, seed = expected
-        assert engine.asked[-1] == DecodeParams(SamplingParams(0.5, 0.9, 7, seed), max_tokens, frozenset({2, 3}))
+        assert engine.asked[-1] == DecodeParams(SamplingParams(0.5, 0.9, 7, seed=seed), max_tokens, frozenset({2, 3}))
 
 
 async def test_a_first_token_that_ends_the_answer_asks_nothing_of_the_engine(serve: Serve) -> None:

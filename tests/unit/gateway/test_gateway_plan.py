@@ -67,7 +67,7 @@ def test_stream_and_its_options_leave_the_prefill_leg_together(usage: bool) -> N
     assert rewritten["stream"] is False
     assert "stream_options" not in rewritten
     plan = planned(request)
-    assert (plan.stream, plan.include_usage) == (True, usage)
+    assert (plan.form.stream, plan.form.include_usage) == (True, usage)
 
 
 def test_nulls_are_absent_on_both_legs() -> None:

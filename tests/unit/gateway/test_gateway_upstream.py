@@ -10,7 +10,8 @@ import pytest
 
 from gateway.body import Body
 from gateway.plan import Plan, make_plan
-from gateway.upstream import Batch, Upstream, UpstreamUnavailable, credentials_in, read_token_ids
+from gateway.tokens import Batch
+from gateway.upstream import Upstream, UpstreamUnavailable, credentials_in, read_token_ids
 from tests.kit.gateway import (
     CREDENTIALS,
     ScriptedVllm,
