@@ -25,6 +25,20 @@ from leases import Advertiser, LeasesUnavailable, LeaseTable, Node, NodeStatus, 
 MODEL = "fake"
 END = 256
 PROMPT_IDS = tuple(b"the prompt")
+SERVING: dict[str, Any] = {
+    "defaults": {},
+    "longest_answer": None,
+    "logprobs_mode": "raw_logprobs",
+    "max_logprobs": 20,
+    "grammar_backend": "auto",
+    "compact_json": False,
+    "reasoning_parser": "",
+    "grammar_in_reasoning": False,
+    "watermark": False,
+    "speculative": False,
+}
+"""What the connector tells of a vLLM that was told nothing in particular (connector/serving.py)."""
+
 STAMP_TICKS = 1 << 16  # a stamp is the time of sending in ticks, modulo 0.66 s: short enough to be one token
 STAMP_TICK_NS = 10_000
 _MAX_BODY = 256 << 20
@@ -98,7 +112,7 @@ class FakeVllm:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._resume)
+        app.router.add_post("/v1/completions", self._completions)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, host, port)
@@ -135,29 +149,15 @@ class FakeVllm:
         if asked.get("stream"):
             return await self._plain_stream(request, script)
         text = chr(script.first_token) if claimed else script.plain_text
-        handed = {CLAIM_KEY: {"first_token": script.first_token, "prompt_tail": list(PROMPT_IDS)}}
         return web.json_response(
-            {
-                "id": f"chatcmpl-{time.monotonic_ns()}",  # an answer tells when it was given
-                "object": "chat.completion",
-                "created": int(time.time()),
-                "model": MODEL,
-                "choices": [
-                    {
-                        "index": 0,
-                        "message": {"role": "assistant", "content": text},
-                        "finish_reason": script.finish_reason if claimed else "stop",
-                        "stop_reason": None,
-                        "logprobs": None,
-                    }
-                ],
-                "usage": {
-                    "prompt_tokens": len(PROMPT_IDS),
-                    "total_tokens": len(PROMPT_IDS) + len(text),
-                    "completion_tokens": len(text),
-                },
-                "kv_transfer_params": handed if claimed and script.hand_over else None,
-            }
+            _whole(
+                "chatcmpl",
+                "chat.completion",
+                {"message": {"role": "assistant", "content": text}},
+                text,
+                script,
+                claimed=claimed,
+            )
         )
 
     async def _plain_stream(self, request: web.Request, script: VllmScript) -> web.StreamResponse:
@@ -179,9 +179,13 @@ class FakeVllm:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _resume(self, request: web.Request) -> web.StreamResponse:
-        await self._note(request)
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        asked = json.loads(await self._note(request))
         script = self._scripted(request)
+        if not asked.get("stream"):
+            claimed = CLAIM_KEY in (asked.get("kv_transfer_params") or {})
+            text = chr(script.first_token) if claimed else script.plain_text
+            return web.json_response(_whole("cmpl", "text_completion", {"text": text}, text, script, claimed=claimed))
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for index, token in enumerate(script.resumed):
@@ -204,6 +208,24 @@ class FakeVllm:
             if value is not None:
                 setattr(script, name, convert(value))
         return script
+
+
+def _whole(prefix: str, kind: str, said: dict[str, Any], text: str, script: VllmScript, *, claimed: bool) -> dict[str, Any]:
+    handed = {CLAIM_KEY: {"first_token": script.first_token, "prompt_tail": list(PROMPT_IDS), "serving": SERVING}}
+    finish = script.finish_reason if claimed else "stop"
+    return {
+        "id": f"{prefix}-{time.monotonic_ns()}",  # an answer tells when it was given
+        "object": kind,
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [{"index": 0, **said, "finish_reason": finish, "stop_reason": None, "logprobs": None}],
+        "usage": {
+            "prompt_tokens": len(PROMPT_IDS),
+            "total_tokens": len(PROMPT_IDS) + len(text),
+            "completion_tokens": len(text),
+        },
+        "kv_transfer_params": handed if claimed and script.hand_over else None,
+    }
 
 
 @dataclass(slots=True)
@@ -247,6 +269,8 @@ class FakeDaemon:
             context_tokens=self.context_tokens,
             tokenizer=byte_tokenizer().to_str().encode(),
             stop_token_ids=[END],
+            eos_token_id=END,
+            vocab_size=END + 1 + STAMP_TICKS,
             fingerprint=card_name(self.context_tokens),
         )
         async with AsyncExitStack() as stack:
@@ -320,6 +344,8 @@ class FakeDaemon:
             ids = tokens[sent : sent + script.batch]
             taken = len(ids)
             last = sent + taken == len(tokens)
+            if last and position + taken < request.max_tokens:
+                ids[-1] = END  # the script is over before the answer may be cut
             finish = pb.Tokens.STOP if ids[-1] == END else pb.Tokens.LENGTH if last else pb.Tokens.NONE
             if script.stamp and not last:
                 ids = [END + 1 + now_ticks()]

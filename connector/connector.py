@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from connector.announcer import Announcer
 from connector.metadata import HandoffMetadata
 from connector.scheduler import SchedulerSide
+from connector.serving import describe_serving
 from connector.settings import ConnectorSettings
 from connector.worker import WorkerSide
 from handoff.claim import ClaimKeys
@@ -44,7 +45,8 @@ class AnchorlegConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._announcer = Announcer()
             keys = ClaimKeys(settings.signing_keys)
-            self._scheduler = SchedulerSide(keys, vllm_config.cache_config.block_size, self._announcer)
+            block_tokens = vllm_config.cache_config.block_size
+            self._scheduler = SchedulerSide(keys, block_tokens, self._announcer, describe_serving(vllm_config))
         else:
             self._worker = WorkerSide(vllm_config, settings)
 

@@ -5,6 +5,7 @@ engine); everything that leaves the process is keyed on the claim's handoff id.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +38,14 @@ class Tracked:
 class SchedulerSide:
     """Owns the table of claimed requests."""
 
-    def __init__(self, keys: ClaimKeys, block_tokens: int, announcer: Announcer) -> None:
+    def __init__(
+        self, keys: ClaimKeys, block_tokens: int, announcer: Announcer, serving: Mapping[str, Any] | None = None
+    ) -> None:
+        """`serving`: how this vLLM is configured, told to the gateway with every first token."""
         self._keys = keys
         self._block_tokens = block_tokens
         self._announcer = announcer
+        self._serving = dict(serving or {})
         self._tracked: dict[str, Tracked] = {}
         self._refused: set[str] = set()  # ids whose claim was looked at and found wanting
         self._withdrawn: list[str] = []
@@ -129,7 +134,8 @@ class SchedulerSide:
             ),
         )
         self._held.add(request.request_id)
-        return True, {CLAIM_KEY: {"first_token": first_token, "prompt_tail": prompt[-PROMPT_TAIL:]}}
+        told = {"first_token": first_token, "prompt_tail": prompt[-PROMPT_TAIL:], "serving": self._serving}
+        return True, {CLAIM_KEY: told}
 
     def released(self, request_ids: set[str]) -> None:
         """The worker has reported these: their blocks are free."""

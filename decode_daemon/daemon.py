@@ -15,6 +15,7 @@ from decode_daemon.card import model_card
 from decode_daemon.engine.generation import GenerationDefaults
 from decode_daemon.engine.loop import LlamaEngine
 from decode_daemon.engine.protocol import DecodeParams, Engine, EngineDescription, EngineError, SamplingParams
+from decode_daemon.grammar import Grammars
 from decode_daemon.memory import LandingMemory
 from decode_daemon.metrics import DaemonMetrics
 from decode_daemon.pace import Pace
@@ -79,6 +80,7 @@ class Daemon:
     slots: list[LandingSlot]
     service: DecodeService
     presence: Presence
+    grammars: Grammars
     metrics: DaemonMetrics
     metrics_port: int
 
@@ -156,6 +158,13 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
             with suppress(LeasesUnavailable):
                 await table.release(node.model, node.node_id, slot.index, epoch)
 
+        grammars = Grammars(
+            settings.model_dir,
+            shape.vocab_size,
+            cache_bytes=settings.grammar_cache_mb << 20,
+            wait_s=settings.grammar_wait_s,
+            compiled=metrics.grammar_seconds.observe,
+        )
         service = DecodeService(
             card=card,
             keys=ClaimKeys(settings.signing_keys),
@@ -167,17 +176,19 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
             landing_timeout=settings.landing_timeout_s,
             writer_grace=settings.writer_grace_s,
             reader_grace=settings.reader_grace_s,
+            grammars=grammars,
         )
         add_DecoderServicer_to_server(service, server)
         presence = Presence(slots, runner, pace, service)
         metrics.report(presence.status)
         advertiser = Advertiser(beats, node, presence.look, presence.hear)
         await server.start()
+        grammars.start()  # reads the tokenizer for seconds: meanwhile everything else is served
         await stack.enter_async_context(advertiser)
         stack.push_async_callback(service.settle)
         stack.push_async_callback(server.stop, _FAREWELL_S)
         stack.push_async_callback(_drain, service, presence, advertiser, settings.drain_timeout_s)
-        yield Daemon(node, slots, service, presence, metrics, metrics_port)
+        yield Daemon(node, slots, service, presence, grammars, metrics, metrics_port)
 
 
 async def _drain(service: DecodeService, presence: Presence, advertiser: Advertiser, seconds: float) -> None:

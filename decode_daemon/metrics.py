@@ -32,6 +32,12 @@ class DaemonMetrics:
             buckets=_STAGE_BUCKETS,
             registry=self.registry,
         )
+        self.grammar_seconds = Histogram(
+            "anchorleg_grammar_compile_seconds",
+            "Compiling a request's grammar, or finding it compiled",
+            buckets=_STAGE_BUCKETS,
+            registry=self.registry,
+        )
         self.handoff_bytes = Counter("anchorleg_handoff_received_bytes", "KV bytes landed", registry=self.registry)
         self._slots = Gauge("anchorleg_slots", "Landing slots by state", ["state"], registry=self.registry)
         self._busy_seconds = Gauge(

@@ -1,16 +1,18 @@
 """The gRPC token stream: reserve a slot, wait for the KV cache, decode, one message per engine step."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 import structlog
 
-from decode_daemon.engine.protocol import DecodeParams, EngineError, FinishReason, SamplingParams, Step
+from decode_daemon.engine.protocol import Constraint, DecodeParams, EngineError, FinishReason, Step
+from decode_daemon.grammar import Form, GrammarError, GrammarFailed, Grammars, GrammarUnsupported
 from decode_daemon.metrics import DaemonMetrics
+from decode_daemon.request import BadRequest, check_request, decode_params
 from decode_daemon.runner import EngineRunner
 from decode_daemon.slots import HandoffFailed, Landed, LandingSlot, Occupancy, SlotRefused
 from handoff import decode_pb2 as pb
@@ -21,6 +23,7 @@ log = structlog.get_logger(__name__)
 
 _FINISH = {None: pb.Tokens.NONE, FinishReason.STOP: pb.Tokens.STOP, FinishReason.LENGTH: pb.Tokens.LENGTH}
 
+T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -48,8 +51,12 @@ class DecodeService(DecoderServicer):
         landing_timeout: float,
         writer_grace: float,
         reader_grace: float,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`freed` is told (slot, epoch) once a lease is over, `changed` whenever a slot's state changed."""
+        """`freed` is told (slot, epoch) once a lease is over, `changed` whenever a slot's state changed.
+
+        Without `grammars` a request with a grammar is refused.
+        """
         self._card = card
         self._keys = keys
         self._slots = slots
@@ -60,6 +67,7 @@ class DecodeService(DecoderServicer):
         self._landing_timeout = landing_timeout
         self._writer_grace = writer_grace
         self._reader_grace = reader_grace
+        self._grammars = grammars
         self._active = 0  # requests that hold a slot
         self._settled = asyncio.Event()
         self._settled.set()
@@ -146,6 +154,9 @@ class DecodeService(DecoderServicer):
         except ReaderGone as gone:
             log.info("reader gone", handoff=request.handoff_id, reason=str(gone))
             return gone.outcome, ""
+        except (BadRequest, GrammarError) as error:
+            log.info("request refused", handoff=request.handoff_id, code=error.code, reason=str(error))
+            return error.code, str(error)
         except HandoffFailed as error:
             return "handoff_failed", str(error)
         except EngineError as error:
@@ -157,18 +168,58 @@ class DecodeService(DecoderServicer):
         return "finished", ""
 
     async def _serve(self, request: pb.DecodeRequest, slot: LandingSlot, held: Occupancy, context: Context) -> None:
+        check_request(request)
+        grammar = await self._checked(request)
         await self._write(context, pb.DecodeEvent(reserved=pb.Reserved()))
-        async with asyncio.timeout(self._landing_timeout):
-            landed = await asyncio.shield(held.landed)
-        self._metrics.handoff_bytes.inc(landed.bytes)
-        self._metrics.landing_seconds.observe(landed.seconds)
-        await self._write(context, pb.DecodeEvent(landed=_landed(landed)))
-        if landed.finished:
-            await self._write(context, _tokens(1, Step((), FinishReason.STOP)))
-            return
+        async with _meanwhile(self._compile(grammar, request.ending_token_ids)) as compiling:
+            landed = await self._landing(held, compiling)
+            self._metrics.handoff_bytes.inc(landed.bytes)
+            self._metrics.landing_seconds.observe(landed.seconds)
+            await self._write(context, pb.DecodeEvent(landed=_landed(landed)))
+            if landed.finished:
+                await self._write(context, _tokens(1, Step((), FinishReason.STOP)))
+                return
+            constraint = await self._compiled(compiling) if grammar else None
         held.decoding = True
         self._changed()
-        params = self._params(request, landed)
+        params = decode_params(request, landed, self._card.context_tokens, constraint)
+        await self._decode(landed, params, slot, held, context)
+
+    async def _checked(self, request: pb.DecodeRequest) -> Form | None:
+        """Return the request's grammar, if it has one. Raises GrammarUnsupported."""
+        if not request.HasField("grammar"):
+            return None
+        if self._grammars is None:
+            raise GrammarUnsupported("this daemon serves no grammars")
+        form = Form.of(request.grammar)
+        await self._grammars.check(form)
+        return form
+
+    async def _compile(self, grammar: Form | None, ending: Iterable[int]) -> Constraint | None:
+        if grammar is None or self._grammars is None:
+            return None
+        return await self._grammars.constraint(grammar, ending)
+
+    async def _landing(self, held: Occupancy, compiling: "asyncio.Task[Constraint | None]") -> Landed:
+        """Wait for the KV cache. Raises TimeoutError, HandoffFailed, or GrammarFailed as soon as one of them is known."""
+        async with asyncio.timeout(self._landing_timeout):
+            await asyncio.wait((held.landed, compiling), return_when=asyncio.FIRST_COMPLETED)
+            if compiling.done() and not held.landed.done():
+                compiling.result()
+            return await asyncio.shield(held.landed)
+
+    async def _compiled(self, compiling: "asyncio.Task[Constraint | None]") -> Constraint | None:
+        """Wait for the grammar of an answer that could go on."""
+        assert self._grammars is not None
+        try:
+            async with asyncio.timeout(self._grammars.wait_s):
+                return await compiling
+        except TimeoutError:
+            raise GrammarFailed(
+                f"the grammar was not compiled {self._grammars.wait_s:g} s after the KV cache was there"
+            ) from None
+
+    async def _decode(self, landed: Landed, params: DecodeParams, slot: LandingSlot, held: Occupancy, context: Context) -> None:
         position = 1
         held.owed = params.max_tokens - position
         steps = self._runner.run(landed, slot.memory.view(landed.bytes), params)
@@ -180,16 +231,6 @@ class DecodeService(DecoderServicer):
                 self._metrics.tokens.inc(len(step.ids))
         finally:
             await steps.aclose()
-
-    def _params(self, request: pb.DecodeRequest, landed: Landed) -> DecodeParams:
-        room = self._card.context_tokens - len(landed.prompt)
-        sampling = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=request.seed if request.HasField("seed") else None,
-        )
-        return DecodeParams(sampling, min(request.max_tokens or room, room), frozenset(request.stop_token_ids))
 
     async def _write(self, context: Context, event: pb.DecodeEvent) -> None:
         # Bounded: a gateway that stops reading must not hold the slot. Not with wait_for, which in Python 3.11 loses a
@@ -227,4 +268,18 @@ def _landed(landed: Landed) -> pb.Landed:
 
 
 def _tokens(position: int, step: Step) -> pb.DecodeEvent:
-    return pb.DecodeEvent(tokens=pb.Tokens(position=position, ids=step.ids, finish=_FINISH[step.finish]))
+    logprobs = (
+        pb.TokenLogprobs(logprob=one.logprob, top_ids=one.top_ids, top_logprobs=one.top_logprobs) for one in step.logprobs
+    )
+    return pb.DecodeEvent(tokens=pb.Tokens(position=position, ids=step.ids, finish=_FINISH[step.finish], logprobs=logprobs))
+
+
+@asynccontextmanager
+async def _meanwhile(work: Coroutine[Any, Any, T]) -> "AsyncIterator[asyncio.Task[T]]":
+    """Run `work` beside the block; what it has not come to by the block's end is nobody's concern."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved: the block may have left before
+    try:
+        yield task
+    finally:
+        task.cancel()

@@ -26,6 +26,11 @@ class DaemonSettings(ProcessSettings):
     cache_dir: Path | None = Field(None, description="Where native code is built; default: $XDG_CACHE_HOME/anchorleg.")
     slots: int = Field(2, ge=1, le=16, description="Landing slots: one more than one lets the next prefill overlap.")
 
+    grammar_cache_mb: int = Field(256, ge=1, description="Memory for compiled grammars of structured output that are kept.")
+    grammar_wait_s: float = Field(
+        5.0, gt=0, description="How long an answer whose KV cache is there may wait for its grammar before it is left to vLLM."
+    )
+
     host: str = Field("127.0.0.1", description="Address to listen on.")
     advertise_host: str | None = Field(None, description="Address that gateways and vLLM reach this daemon at; default: host.")
     decode_port: int = Field(50061, ge=0, le=65535, description="gRPC port of the token stream.")

@@ -14,12 +14,11 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from extproc.stream import ExtProcStream, ProtocolError
 from gateway.cards import Cards
 from gateway.decode_client import DecodeClient
-from gateway.lane import LaneParts, LatencyLane
+from gateway.lane import LatencyLane, make_parts
 from gateway.metrics import GatewayMetrics
 from gateway.pools import Pools
 from gateway.settings import GatewaySettings
 from gateway.upstream import Upstream
-from handoff.claim import ClaimKeys
 from leases import LeaseTable
 from process.errors import PortBusyError
 from process.metrics import serve_metrics
@@ -142,16 +141,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         pools = Pools(table, cards, client, metrics)
         stack.push_async_callback(pools.aclose)
         await pools.start()
-        parts = LaneParts(
-            settings=settings,
-            keys=ClaimKeys(settings.signing_keys),
-            table=table,
-            pools=pools,
-            cards=cards,
-            client=client,
-            upstream=upstream,
-            metrics=metrics,
-        )
+        parts = make_parts(settings, table=table, pools=pools, cards=cards, client=client, upstream=upstream, metrics=metrics)
         lane = LatencyLane(parts)
         # No bound on messages here: Envoy's buffer limit is the bound on bodies, and answers 413.
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])

@@ -9,6 +9,7 @@ import grpc.aio
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from extproc import messages
+from gateway.endpoints import Endpoint
 from gateway.errors import GatewayError, UpstreamFailed
 from gateway.lane import LatencyLane, Plain, Prefill, Refusal
 from gateway.relay import Relay
@@ -75,7 +76,7 @@ class ExtProcStream:
 
     async def _serve(self, wish: Wish, headers: Mapping[str, str], *, has_body: bool) -> pb.ProcessingResponse:
         early = self._lane.early(wish, headers.get(":method", ""), headers.get(":path", ""), has_body=has_body)
-        if early is not None:
+        if not isinstance(early, Endpoint):
             return self._settle(early, messages.go_on(_metadata(Lane.THROUGHPUT, early.reason)))
         await self._wire.write(messages.need_body())
         body = await self._wire.read()
@@ -86,7 +87,7 @@ class ExtProcStream:
             self._served = _Served(outcome="refused", reason="too_large")
             return await self._pass(body.response_headers, rewritten=False)
         content = _content(body, "request_body").body
-        decision = await self._lane.decide(wish, content, credentials_in(headers), self._ask_for_time)
+        decision = await self._lane.decide(wish, early, content, credentials_in(headers), self._ask_for_time)
         if isinstance(decision, Prefill):
             return await self._relay(decision)
         return self._settle(decision, messages.body_untouched(_metadata(Lane.THROUGHPUT, decision.reason)))

@@ -6,13 +6,14 @@ chat template sees.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]  # not in typeshed
 from typing import Any
 
 _MAX_MEMBERS = 256  # vLLM knows some sixty fields; counting a million would stall everybody's tokens
 _SPACE = re.compile(r"[ \t\n\r]*")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _scan_value = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # not in typeshed
 
 
@@ -47,9 +48,24 @@ class Body:
         member = self._members.get(key)
         return None if member is None else member.value
 
-    def present(self) -> dict[str, Any]:
-        """Return the members that are not null."""
-        return {key: member.value for key, member in self._members.items() if member.value is not None}
+    def __contains__(self, key: str) -> bool:
+        """Whether the member is there, if only as null."""
+        return key in self._members
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield all members, nulls too."""
+        for key, member in self._members.items():
+            yield key, member.value
+
+    def has_lone_surrogates(self) -> bool:
+        """Whether a string anywhere holds half of a pair: only an escape can say so, and UTF-8 cannot."""
+        if _SURROGATE.search(self._text) is None:
+            return False
+        try:
+            json.dumps(dict(self.items()), ensure_ascii=False).encode("utf-8")
+        except (UnicodeEncodeError, RecursionError):
+            return True
+        return False
 
     def with_members(self, keep: Iterable[str], extra: dict[str, Any]) -> bytes:
         """Return an object of the kept members, byte for byte, and the extra ones."""

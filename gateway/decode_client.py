@@ -37,16 +37,22 @@ _DAEMON_CODES = frozenset(
         "timeout",
         "handoff_failed",
         "engine_failed",
+        "grammar_unsupported",
+        "grammar_failed",
     }
 )
 
 
 class DecodeFailed(Exception):  # noqa: N818 - an outcome the lane acts on
-    """A daemon refused, failed, or is not there: `code` is stable, the message names the daemon."""
+    """A daemon refused, failed, or is not there: `code` is stable, the message names the daemon.
 
-    def __init__(self, code: str, message: str) -> None:
+    `said` are the daemon's own words, where it had any.
+    """
+
+    def __init__(self, code: str, message: str, said: str = "") -> None:
         super().__init__(message)
         self.code = code
+        self.said = said
 
 
 @dataclass(slots=True)
@@ -147,7 +153,7 @@ class DecodeStream:
             raise DecodeFailed("ended", f"daemon {self.endpoint} ended the stream too early")
         if event.WhichOneof("event") == "failed":
             code = event.failed.code if event.failed.code in _DAEMON_CODES else "daemon_failed"
-            raise DecodeFailed(code, f"daemon {self.endpoint}: {event.failed.message}")
+            raise DecodeFailed(code, f"daemon {self.endpoint}: {event.failed.message}", event.failed.message)
         return event  # type: ignore[no-any-return]
 
     def cancel(self) -> None:

@@ -39,7 +39,11 @@ class GatewayMetrics:
         )
         self.tokens = Counter("anchorleg_tokens", "Tokens sent to clients by the latency lane", registry=self.registry)
         self.resumed = Counter(
-            "anchorleg_resumed", "Answers that vLLM finished because a daemon could not", ["reason"], registry=self.registry
+            "anchorleg_resumed",
+            "Ways taken to go on with an answer, by what failed before: vllm (vLLM decodes on), daemon (another one does), "
+            "retold (vLLM answers a greedy request again; what the client has is left out), whole (vLLM serves the request)",
+            ["reason", "way"],
+            registry=self.registry,
         )
         self.slot_wait_seconds = Histogram(
             "anchorleg_slot_wait_seconds",

@@ -1,6 +1,6 @@
 """The gateway's settings: flags, then ANCHORLEG_GATEWAY_*, then the TOML file's [gateway] table."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -53,6 +53,22 @@ class GatewaySettings(ProcessSettings):
     resume_timeout_s: float = Field(60.0, gt=0, description="How long vLLM may take for one token of a resumed answer.")
     tokenize_timeout_s: float = Field(4.0, gt=0, description="How long vLLM may take to count a prompt; below Envoy's limit.")
     generation_timeout_s: int = Field(3600, ge=1, description="How long a whole non-streaming answer may take.")
+    tools: Literal["plain", "derender"] = Field(
+        "plain",
+        description="How requests with tools are served: by plain vLLM, or in the lane with vLLM's own parsers through its "
+        "derender endpoint, which needs --enable-scale-out.",
+    )
+    reasoning: Literal["none", "plain", "derender"] = Field(
+        "none",
+        description="What vLLM's --reasoning-parser means here: vLLM has none; chat completions go to plain vLLM; or they are "
+        "served in the lane with vLLM's own parser, as tools are.",
+    )
+    force_include_usage: bool = Field(
+        False, description="Whether vLLM runs with --enable-force-include-usage: the lane's streams then tell the usage, too."
+    )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Whether vLLM runs with --return-tokens-as-token-ids: the lane's logprobs then name tokens so, too."
+    )
     longest_body_bytes: int = Field(
         8 << 20, ge=1 << 16, description="Longest request body that the lane looks into; a longer one goes to plain vLLM."
     )

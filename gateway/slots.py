@@ -12,7 +12,7 @@ from gateway.cards import Card
 from gateway.decode_client import DecodeClient, DecodeFailed, DecodeStream
 from gateway.eligibility import Unsupported
 from gateway.metrics import GatewayMetrics
-from gateway.plan import Plan
+from gateway.plan import Grammar, Plan, Sampling
 from gateway.pools import Pools
 from gateway.settings import GatewaySettings
 from gateway.slo import Wish
@@ -43,11 +43,24 @@ BeforeWait = Callable[[int], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a slot is wanted for: a whole answer, or the rest of one that other daemons have failed."""
+
+    plan: Plan
+    card: Card
+    tokens: int  # prompt and answer: the slot must hold them
+    max_tokens: int  # of the answer, the prefilled token among them; 0: the rest of the context
+    answered: int = 0  # so many of the prompt's last ids are the answer's own
+    failed: tuple[str, ...] = ()  # nodes that are not asked (again)
+
+
+@dataclass(frozen=True, slots=True)
 class Reserved:
     """A slot that its daemon holds for this request: `stream` must be read to its end or cancelled."""
 
     claim: SignedClaim
     stream: DecodeStream
+    node_id: str
 
 
 class Slots:
@@ -86,10 +99,8 @@ class Slots:
         asked = self._settings.default_wait_ms if wish.wait_ms is None else wish.wait_ms
         return min(asked, self._settings.max_wait_ms)
 
-    async def reserve(
-        self, wish: Wish, plan: Plan, card: Card, tokens: int, stages: Stages, before_wait: BeforeWait
-    ) -> Reserved | Unsupported:
-        """Return a slot for `tokens` tokens, or why there is none.
+    async def reserve(self, wish: Wish, wanted: Wanted, stages: Stages, before_wait: BeforeWait) -> Reserved | Unsupported:
+        """Return a slot, or why there is none.
 
         All attempts share the time that the request may wait. Raises LeasesUnavailable.
         """
@@ -97,31 +108,44 @@ class Slots:
         deadline = time.monotonic() + wait_ms / 1000
         if wait_ms and not self.draining:
             await before_wait(self._longest_s(wait_ms))
-        avoid: list[str] = []
+        return await self._first_willing(wish, wanted, deadline, stages)
+
+    async def reserve_again(self, wish: Wish, wanted: Wanted) -> Reserved | Unsupported:
+        """Return a slot that is free now for an answer that has begun, even while this gateway drains.
+
+        Raises LeasesUnavailable.
+        """
+        return await self._first_willing(wish, wanted, time.monotonic(), Stages())
+
+    async def _first_willing(self, wish: Wish, wanted: Wanted, deadline: float, stages: Stages) -> Reserved | Unsupported:
+        avoid = list(wanted.failed)
         for _ in range(_ATTEMPTS):
-            if self.draining:
+            if self.draining and not wanted.failed:
                 return DRAINING
-            left_ms = max(0, round((deadline - time.monotonic()) * 1000)) if self._others(plan.model, avoid) else 0
-            request = SlotRequest(
-                pool=plan.model,
-                card=card.fingerprint,
-                tokens=tokens,
-                lease_ms=self._settings.lease_ms,
-                wait_ms=left_ms,
-                max_waiting=self._settings.max_waiting,
-                tenant=tenant_of(wish.tenant, self._settings),
-                avoid=tuple(avoid),
-            )
-            granted = await self._acquire(request)
+            others = self._others(wanted.plan.model, avoid)
+            left_ms = max(0, round((deadline - time.monotonic()) * 1000)) if others else 0
+            granted = await self._acquire(self._request(wish, wanted, left_ms, avoid))
             stages.mark("slot")
             if isinstance(granted, Denied):
                 return _DAEMON_UNAVAILABLE if avoid else self._why(granted)
-            reserved = await self._open(granted, plan, card)
+            reserved = await self._open(granted, wanted)
             stages.mark("reserve")
             if reserved is not None:
                 return reserved
             avoid.append(granted.node_id)
         return _DAEMON_UNAVAILABLE
+
+    def _request(self, wish: Wish, wanted: Wanted, wait_ms: int, avoid: list[str]) -> SlotRequest:
+        return SlotRequest(
+            pool=wanted.plan.model,
+            card=wanted.card.fingerprint,
+            tokens=wanted.tokens,
+            lease_ms=self._settings.lease_ms,
+            wait_ms=wait_ms,
+            max_waiting=self._settings.max_waiting,
+            tenant=tenant_of(wish.tenant, self._settings),
+            avoid=tuple(avoid),
+        )
 
     def _longest_s(self, wait_ms: int) -> int:
         attempt_s = 2 * self._settings.leases_timeout_s + self._settings.reserve_timeout_s  # lease, reserve, give back
@@ -153,16 +177,19 @@ class Slots:
             if request.wait_ms:
                 self._metrics.slot_wait_seconds.labels(ended).observe(time.perf_counter() - began)
 
-    async def _open(self, grant: Grant, plan: Plan, card: Card) -> Reserved | None:
-        """Reserve the granted slot; None, the lease given back, when the daemon does not."""
+    async def _open(self, grant: Grant, wanted: Wanted) -> Reserved | Unsupported | None:
+        """Reserve the granted slot; None, the lease given back, when the daemon does not, and others may."""
         reserved = False
         try:
             claim = self._claim(grant)
-            request = _decode_request(claim, plan, card)
+            request = _decode_request(claim, wanted)
             stream = await self._client.reserve(grant.decode_endpoint, request, self._settings.reserve_timeout_s)
             reserved = True
-            return Reserved(claim, stream)
+            return Reserved(claim, stream, grant.node_id)
         except DecodeFailed as error:
+            if error.code == "grammar_unsupported":
+                # Of the same model and version, no other daemon would say anything else.
+                return Unsupported("unsupported_grammar", error.said, "response_format")
             log.warning("daemon did not reserve", node=grant.node_id, code=error.code, error=str(error))
             return None
         finally:
@@ -200,17 +227,40 @@ def _retry_after_s(estimate_ms: int | None) -> int:
     return max(1, min(_LONGEST_RETRY_AFTER_S, math.ceil((estimate_ms or 0) / 1000)))
 
 
-def _decode_request(signed: SignedClaim, plan: Plan, card: Card) -> pb.DecodeRequest:
-    claim, sampling = signed.claim, plan.sampling
+def stop_ids(sampling: Sampling, card: Card) -> frozenset[int]:
+    """Return the ids that end an answer."""
+    own = () if sampling.ignore_eos else card.stop_token_ids
+    return frozenset([*own, *sampling.stop_token_ids])
+
+
+def _decode_request(signed: SignedClaim, wanted: Wanted) -> pb.DecodeRequest:
+    claim, plan, card = signed.claim, wanted.plan, wanted.card
+    sampling = plan.sampling
     return pb.DecodeRequest(
         handoff_id=claim.handoff_id,
         slot=claim.slot,
         epoch=claim.epoch,
-        max_tokens=plan.max_tokens or 0,
+        claim=to_bytes(signed),
+        max_tokens=wanted.max_tokens,
+        answered=wanted.answered,
+        stop_token_ids=sorted(stop_ids(sampling, card)),
+        ending_token_ids=sorted({*card.stop_token_ids, *sampling.stop_token_ids}),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=sampling.seed,
-        stop_token_ids=() if sampling.ignore_eos else card.stop_token_ids,
-        claim=to_bytes(signed),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=[pb.TokenIds(ids=ids) for ids in sampling.bad_word_ids],
+        min_tokens=sampling.min_tokens,
+        logprobs=sampling.logprobs,
+        grammar=None if plan.grammar is None else _grammar(plan.grammar),
     )
+
+
+def _grammar(grammar: Grammar) -> pb.Grammar:
+    return pb.Grammar(kind=grammar.kind.value, source=grammar.source)

@@ -1,6 +1,17 @@
-"""Server-sent events out of bytes that may be cut anywhere: inside a line, inside a character, between the two line ends."""
+"""Server-sent events: written as vLLM does, and read out of bytes that may be cut anywhere.
+
+Inside a line, inside a character, between the two line ends.
+"""
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+DONE = b"data: [DONE]\n\n"
 
 _MAX_EVENT_BYTES = 16 << 20
+
+
+def event(data: bytes) -> bytes:
+    """Return an event of one line of data."""
+    return b"data: " + data + b"\n\n"
 
 
 class EventReader:
@@ -17,7 +28,7 @@ class EventReader:
         Raises ValueError when an event grows beyond 16 MiB.
         """
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        events = [event for line in lines if (event := self._line(line.removesuffix(b"\r"))) is not None]
+        events = [data for line in lines if (data := self._line(line.removesuffix(b"\r"))) is not None]
         if len(self._rest) + self._bytes > _MAX_EVENT_BYTES:
             raise ValueError(f"an event is longer than {_MAX_EVENT_BYTES} bytes")
         return events
@@ -28,6 +39,6 @@ class EventReader:
             self._data.append(data)
             self._bytes += len(data)
         elif not line and self._data:
-            event, self._data, self._bytes = b"\n".join(self._data), [], 0
-            return event
+            whole, self._data, self._bytes = b"\n".join(self._data), [], 0
+            return whole
         return None

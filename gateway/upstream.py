@@ -4,8 +4,7 @@ Every call carries the client's own credentials: the gateway may do at vLLM only
 """
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Annotated, Any, Self
 
@@ -13,21 +12,21 @@ import httpx
 import msgspec
 
 from gateway.body import Body
-from gateway.eligibility import CHAT_PATH, prompt_fields
-from gateway.plan import Plan
+from gateway.endpoints import Endpoint
+from gateway.logprobs import read_chat_logprobs, read_completion_logprobs
 from gateway.sse import EventReader
 from gateway.tokens import Batch
 
 Credentials = Mapping[bytes, bytes]
 """Header names and values, byte for byte as the client sent them."""
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
 _CREDENTIALS = ("authorization", "x-request-id")
 _CONNECT_S = 2.0
 _JSON = {b"content-type": b"application/json"}
 # A compressed answer would need its content-encoding passed on with it.
 _UNCOMPRESSED = {"accept-encoding": "identity"}
-
-_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
 
 
 class UpstreamUnavailable(Exception):  # noqa: N818 - an outcome the lane acts on
@@ -48,7 +47,7 @@ class Replayed:
             async for chunk in self._response.aiter_raw():
                 yield chunk
         except httpx.HTTPError as error:
-            raise UpstreamUnavailable(f"vLLM's {CHAT_PATH} broke off: {error!r}") from error
+            raise UpstreamUnavailable(f"vLLM's {self._response.url.path} broke off: {error!r}") from error
 
     async def aclose(self) -> None:
         """Give the answer up: vLLM stops generating. Idempotent."""
@@ -59,8 +58,9 @@ class Upstream:
     """Owns the HTTP client."""
 
     def __init__(self, url: str, *, token_timeout_s: float, tokenize_timeout_s: float, generation_timeout_s: float) -> None:
+        self.token_timeout_s = token_timeout_s
+        self.tokenize_timeout_s = tokenize_timeout_s
         self._token_timeout = httpx.Timeout(token_timeout_s, connect=_CONNECT_S)
-        self._tokenize_timeout_s = tokenize_timeout_s
         self._generation_timeout = httpx.Timeout(generation_timeout_s, connect=_CONNECT_S)
         self._client = httpx.AsyncClient(
             base_url=url,
@@ -78,28 +78,35 @@ class Upstream:
     ) -> None:
         await self._client.aclose()
 
-    async def prompt_ids(self, body: Body, credentials: Credentials) -> list[int] | None:
-        """Return the prompt's token ids as vLLM makes them; None when vLLM refuses the request (it will say why itself).
+    async def post(self, path: str, content: bytes, credentials: Credentials, timeout_s: float) -> tuple[int, bytes]:
+        """Send JSON; returns status and body. Raises UpstreamUnavailable."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._client.post(path, content=content, headers={**_JSON, **credentials})
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise UpstreamUnavailable(f"vLLM's {path}: {error!r}") from error
+        return response.status_code, response.content
+
+    async def prompt_ids(self, tokenize_body: bytes, credentials: Credentials) -> list[int] | None:
+        """Return a prompt's token ids as vLLM makes them; None when vLLM refuses the request (it will say why itself).
 
         Raises UpstreamUnavailable.
         """
-        content = body.with_members(prompt_fields(), {})
+        status, content = await self.post("/tokenize", tokenize_body, credentials, self.tokenize_timeout_s)
+        if status >= 500:
+            raise UpstreamUnavailable(f"vLLM's /tokenize answered {status}")
+        if status != 200:
+            return None
         try:
-            async with asyncio.timeout(self._tokenize_timeout_s):
-                response = await self._client.post("/tokenize", content=content, headers={**_JSON, **credentials})
-            if response.status_code >= 500:
-                raise UpstreamUnavailable(f"vLLM's /tokenize answered {response.status_code}")
-            if response.status_code != 200:
-                return None
-            return read_token_ids(response.json()["tokens"])
-        except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError) as error:
+            return msgspec.json.decode(content, type=_Tokenized).tokens
+        except (ValueError, RecursionError) as error:
             raise UpstreamUnavailable(f"vLLM's /tokenize: {error!r}") from error
 
-    async def replay(self, body: Body, credentials: Credentials) -> Replayed:
-        """Send a chat completion as the client sent it; raises UpstreamUnavailable."""
+    async def replay(self, endpoint: Endpoint, body: Body, credentials: Credentials) -> Replayed:
+        """Send a request as the client sent it; raises UpstreamUnavailable."""
         request = self._client.build_request(
             "POST",
-            CHAT_PATH,
+            endpoint,
             content=body.raw,
             headers={**_JSON, **credentials},
             # An answer that does not stream is silent until it is whole.
@@ -108,30 +115,30 @@ class Upstream:
         try:
             return Replayed(await self._client.send(request, stream=True))
         except httpx.HTTPError as error:
-            raise UpstreamUnavailable(f"vLLM's {CHAT_PATH}: {error!r}") from error
+            raise UpstreamUnavailable(f"vLLM's {endpoint}: {error!r}") from error
 
-    async def resume(
-        self, plan: Plan, prompt: Sequence[int], done: Sequence[int], max_tokens: int, credentials: Credentials
-    ) -> AsyncGenerator[Batch, None]:
-        """Let vLLM decode what follows prompt + done; its prefix cache spares it most of the prompt.
+    async def tokens(self, endpoint: Endpoint, content: bytes, credentials: Credentials) -> AsyncGenerator[Batch, None]:
+        """Yield the tokens of a streaming request, up to its finish.
 
-        Raises UpstreamUnavailable.
+        It must ask for return_token_ids, for return_tokens_as_token_ids with logprobs, and for no stop strings. Raises
+        UpstreamUnavailable.
         """
-        request = _completion(plan, prompt, done, max_tokens)
         events = EventReader()
+        headers = {**_JSON, **credentials}
         try:
-            async with self._client.stream("POST", "/v1/completions", json=request, headers=credentials) as response:
+            async with self._client.stream("POST", endpoint, content=content, headers=headers) as response:
                 if response.status_code != 200:
-                    raise UpstreamUnavailable(f"vLLM's /v1/completions answered {response.status_code}")
+                    raise UpstreamUnavailable(f"vLLM's {endpoint} answered {response.status_code}")
                 async for chunk in response.aiter_bytes():
                     for event in events.feed(chunk):
-                        batch = _batch(event)
-                        yield batch
+                        batch = read_batch(endpoint, event)
+                        if batch.ids or batch.finish is not None:
+                            yield batch
                         if batch.finish is not None:
                             return
-        except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise UpstreamUnavailable(f"vLLM's /v1/completions: {error!r}") from error
-        raise UpstreamUnavailable("vLLM's /v1/completions ended without a finish")
+        except (httpx.HTTPError, ValueError, RecursionError) as error:
+            raise UpstreamUnavailable(f"vLLM's {endpoint}: {error!r}") from error
+        raise UpstreamUnavailable(f"vLLM's {endpoint} ended without a finish")
 
 
 def credentials_in(headers: Mapping[str, str]) -> Credentials:
@@ -139,40 +146,40 @@ def credentials_in(headers: Mapping[str, str]) -> Credentials:
     return {name.encode(): headers[name].encode("latin-1") for name in _CREDENTIALS if name in headers}
 
 
-def read_token_ids(value: Any) -> list[int]:
-    """Return parsed JSON as token ids; raises ValueError when it is not a list of them."""
+class _Tokenized(msgspec.Struct):
+    tokens: list[TokenId]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None
+    token_ids: list[TokenId] | None = None
+    logprobs: Any = None
+    delta: _Delta | None = None  # of a chat
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice]
+
+
+def read_batch(endpoint: Endpoint, event: bytes) -> Batch:
+    """Read one event of a stream that tells token ids; raises ValueError when it is none, [DONE] included."""
     try:
-        return msgspec.convert(value, _TokenIds)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"these are no token ids: {error}") from error
-
-
-def _completion(plan: Plan, prompt: Sequence[int], done: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    sampling = plan.sampling
-    request: dict[str, Any] = {
-        "model": plan.model,
-        "prompt": [*prompt, *done],
-        "max_tokens": max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "ignore_eos": sampling.ignore_eos,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    if sampling.seed is not None:
-        # The same seed again would repeat the first token's draw.
-        request["seed"] = (sampling.seed + len(done)) % 2**63
-    if plan.cache_salt is not None:
-        # Without it the prompt's blocks would enter the prefix cache that all clients share.
-        request["cache_salt"] = plan.cache_salt
-    return request
-
-
-def _batch(event: bytes) -> Batch:
-    """Read one event of a completion; raises ValueError, LookupError or TypeError when it is none, [DONE] included."""
-    choice = json.loads(event)["choices"][0]
-    finish = choice["finish_reason"]
-    if finish not in (None, "stop", "length"):
-        raise ValueError(f"vLLM gave up: finish_reason {finish!r}")
-    return Batch(tuple(read_token_ids(choice["token_ids"])), finish)
+        (choice,) = msgspec.json.decode(event, type=_Event).choices
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no event of {endpoint}: {error!r}") from error
+    if choice.finish_reason not in (None, "stop", "length"):
+        raise ValueError(f"vLLM gave up: finish_reason {choice.finish_reason!r}")
+    if choice.token_ids is None:
+        # A chat's first event tells its role, before any token.
+        if choice.delta is None or choice.delta.content or choice.finish_reason is not None:
+            raise ValueError("vLLM does not tell token ids")
+        return Batch(())
+    ids = tuple(choice.token_ids)
+    if choice.logprobs is None:
+        return Batch(ids, choice.finish_reason)
+    read = read_chat_logprobs if endpoint is Endpoint.CHAT else read_completion_logprobs
+    return Batch(ids, choice.finish_reason, read(choice.logprobs, ids))

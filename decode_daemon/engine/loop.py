@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from decode_daemon.engine.config import LlamaConfig
+from decode_daemon.engine.limits import check_lengths
 from decode_daemon.engine.protocol import DecodeParams, EngineDescription, EngineError, FinishReason, Step
-from decode_daemon.engine.sampling import GREEDY_BELOW, Sampler
+from decode_daemon.engine.sampling import Choice, Sampler
 from decode_daemon.engine.steps import StepKind, StepModel, choose_step
 from decode_daemon.engine.weights import load_weights
 
@@ -87,39 +88,51 @@ class LlamaEngine:
         """Continue after `first_token`; see `Engine.decode`.
 
         A first token that already ends the answer (a stop id, max_tokens 1, a full context) yields one Step without ids.
-        Raises EngineError at the call for arguments out of range, and while iterating when logits are not finite.
+        Raises EngineError at the call for arguments out of range, and while iterating when logits are not finite, when no id
+        may follow, or when the constraint refuses a token.
         """
         self._check(prompt_ids, first_token, params)
-        return self._steps(len(prompt_ids), first_token, params, Sampler(params.sampling), cancelled)
+        asked = len(prompt_ids) - params.answered
+        sampler = Sampler(
+            params.sampling,
+            self._model.config.vocab_size,
+            prompt_ids=prompt_ids[:asked],
+            constraint=params.constraint,
+            device=self._model.cache.device,
+        )
+        return self._steps(len(prompt_ids), [*prompt_ids[asked:], first_token], params, sampler, cancelled)
 
     def _steps(
-        self, position: int, token: int, params: DecodeParams, sampler: Sampler, cancelled: Callable[[], bool]
+        self, position: int, answer: Sequence[int], params: DecodeParams, sampler: Sampler, cancelled: Callable[[], bool]
     ) -> Iterator[Step]:
-        """Yield the steps after `token`, which stands at `position` and is the answer's first."""
+        """Yield the steps after `answer`, whose last token stands at `position`."""
         # The last token's KV is never needed, so an answer may end exactly at the context's end.
         end = min(position + params.max_tokens, self._model.context_tokens)
+        token = answer[-1]
         finish = _finish(token, position, end, params)
         if finish is not None:
             yield Step((), finish)
+            return
+        sampler.accept(answer)
         while finish is None and not cancelled():
-            token = self._next(token, position, sampler)
+            token, logprobs = self._next(token, position, sampler)
             position += 1
+            sampler.accept((token,))
             finish = _finish(token, position, end, params)
-            yield Step((token,), finish)
+            yield Step((token,), finish, () if logprobs is None else (logprobs,))
 
     @torch.inference_mode()
-    def _next(self, token: int, position: int, sampler: Sampler) -> int:
-        """Return the id that follows `token`, which stands at `position`."""
-        if sampler.params.temperature < GREEDY_BELOW and (best := self._model.greedy(token, position)) is not None:
-            return best
+    def _next(self, token: int, position: int, sampler: Sampler) -> Choice:
+        """Choose the id that follows `token`, which stands at `position`."""
+        if sampler.takes_the_largest and (best := self._model.greedy(token, position)) is not None:
+            return Choice(best, None)
         # Greedy, too, where the logits are not finite: the sampler says so.
         logits = self._model.forward(torch.tensor([token]), position)
         return sampler.choose(logits[0], position + 1)
 
     def _check(self, prompt_ids: Sequence[int], first_token: int, params: DecodeParams) -> None:
         vocab, context = self._model.config.vocab_size, self._model.context_tokens
-        if params.max_tokens < 1:
-            raise EngineError(f"max_tokens is {params.max_tokens}; it must be at least 1")
+        check_lengths(params, len(prompt_ids))
         if len(prompt_ids) >= context:
             raise EngineError(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {context}: shorten the prompt"

@@ -67,12 +67,12 @@ class Output:
 class Daemon:
     """A daemon's control socket that only listens, and a scheduler side that talks to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, serving: dict[str, Any] | None = None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.announcer = Announcer()
-        self.side = SchedulerSide(KEYS, BLOCK, self.announcer)
+        self.side = SchedulerSide(KEYS, BLOCK, self.announcer, serving)
         self.opened: set[str] = set()  # what the worker side knows of
         self.withdrawn: set[str] = set()
 

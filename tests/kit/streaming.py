@@ -185,7 +185,7 @@ async def serving() -> AsyncIterator[Serve]:
     """Start a server for an engine's script; stopped at the end of the test."""
     running: list[tuple[Server, EngineRunner, Any]] = []
 
-    async def start(engine: ScriptedEngine, **limits: float) -> Server:
+    async def start(engine: ScriptedEngine, **limits: Any) -> Server:
         metrics = DaemonMetrics()
         memory: Any = Memory()
         slots = [LandingSlot(index, LandingMemory(memory, LANDING_BYTES), lambda *_: None) for index in (0, 1)]

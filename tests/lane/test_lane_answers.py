@@ -60,6 +60,18 @@ async def test_the_openai_client_gets_one_object_when_it_does_not_stream(lane: L
     }
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_completion_is_served_as_one(lane: LaneStack, stream: bool) -> None:
+    async with openai_client(lane) as client:
+        raw = await client.completions.with_raw_response.create(model=MODEL, prompt="the prompt", stream=stream)
+        answer = raw.parse()
+        texts = [part.choices[0].text async for part in answer] if stream else [answer.choices[0].text]  # type: ignore[union-attr]
+    assert "".join(texts) == "Hello"
+    assert raw.headers["x-slo-lane"] == "latency"
+    [prefill] = lane.vllm.bodies("/v1/completions")
+    assert (prefill["prompt"], prefill["max_tokens"]) == ("the prompt", 1)
+
+
 async def test_both_legs_get_the_same_sampling_and_only_prefill_gets_the_prompt(lane: LaneStack) -> None:
     await lane.post(chat(temperature=0.7, top_p=0.9, top_k=5, seed=11, stop=["zzz"], user="me"))
     [prefill] = lane.vllm.bodies()

@@ -52,7 +52,7 @@ async def test_a_fast_answer_of_plain_vllm_is_never_lost_between_the_last_messag
         (chat(temperature=-1), "unsupported_temperature"),
         (chat(n=4), "unsupported_n"),
         (chat(not_a_field=1), "unknown_field"),
-        (chat(max_tokens=5000), "too_long"),
+        (chat(messages=[{"role": "user", "content": "x" * 30_000}]), "too_long"),
     ],
 )
 async def test_what_the_lane_cannot_serve_goes_to_vllm_untouched_with_a_reason(

@@ -51,7 +51,8 @@ def test_a_prompt_in_one_step_goes_out_whole(daemon: Daemon) -> None:
     step = daemon.step(request, 10, new=[7, 3, 5])
     assert [(o.request_id, o.claim, o.prompt_tokens) for o in step.openings] == [(request.request_id, claim, 10)]
     assert chunks(step) == [(0, (7, 3, 5), True)]
-    assert daemon.finish(request) == {CLAIM_KEY: {"first_token": FIRST, "prompt_tail": list(range(10))}}
+    told = {"first_token": FIRST, "prompt_tail": list(range(10)), "serving": {}}
+    assert daemon.finish(request) == {CLAIM_KEY: told}
     prompt = b"".join(token.to_bytes(4, "little") for token in range(10))
     assert daemon.heard() == [Final(claim, prompt, FIRST, finished=False)]
 
@@ -284,10 +285,8 @@ def test_vllms_own_objects_are_understood(daemon: Daemon) -> None:
     assert chunks(first, second) == [(0, (5, 6), False), (2, (7,), True)]
     request.append_output_token_ids(FIRST)
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert daemon.side.finished(request) == (
-        True,
-        {CLAIM_KEY: {"first_token": FIRST, "prompt_tail": list(range(10))}},
-    )
+    told = {"first_token": FIRST, "prompt_tail": list(range(10)), "serving": {}}
+    assert daemon.side.finished(request) == (True, {CLAIM_KEY: told})
     (final,) = daemon.heard()
     assert isinstance(final, Final)
     assert (final.claim, final.first_token, final.finished, len(final.prompt)) == (claim, FIRST, False, 40)

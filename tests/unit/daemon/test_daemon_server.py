@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode_daemon.engine.protocol import (
-    DecodeParams,
-    EngineError,
-    FinishReason,
-    SamplingParams,
-    Step,
-)
+from decode_daemon.engine.protocol import EngineError, FinishReason, Step
 from decode_daemon.slots import SlotState
 from handoff import decode_pb2 as pb
 from tests.kit.handoff import BLOCK, FIRST_TOKEN, MODEL, comes_true
@@ -40,21 +34,6 @@ async def test_a_request_is_told_each_stage_and_each_step_once(serve: Serve) -> 
     assert server.metrics.registry.get_sample_value("anchorleg_decode_tokens_total") == 7
     # Token-major blocks: the first token's keys of layer 0 are the first elements that landed.
     assert torch.equal(engine.seen[0][:, 0].flatten(), memory[: BLOCK.kv_heads * BLOCK.head_dim])
-
-
-async def test_the_engine_is_asked_for_what_the_request_says(serve: Serve) -> None:
-    engine = ScriptedEngine(counting(1))
-    server = await serve(engine)
-    wishes = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_token_ids": [2, 3]}
-    for fields, expected in (
-        ({"max_tokens": 5, "seed": 0}, (5, 0)),
-        ({"max_tokens": 0}, (MODEL.context_tokens - TOKENS, None)),  # the rest of the context
-        ({"max_tokens": 10_000}, (MODEL.context_tokens - TOKENS, None)),
-    ):
-        await rest(await server.landed(**wishes | fields))
-        await server.all_free()
-        max_tokens, seed = expected
-        assert engine.asked[-1] == DecodeParams(SamplingParams(0.5, 0.9, 7, seed=seed), max_tokens, frozenset({2, 3}))
 
 
 async def test_a_first_token_that_ends_the_answer_asks_nothing_of_the_engine(serve: Serve) -> None:

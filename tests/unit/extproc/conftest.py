@@ -4,18 +4,9 @@ import pytest
 from redis.asyncio import Redis
 
 from handoff import decode_pb2 as pb
-from tests.kit.gateway import (
-    PROMPT,
-    ScriptedDaemon,
-    ScriptedVllm,
-    Stage,
-    end_id,
-    ids_of,
-    landed,
-    reserved,
-    rig,
-    tokens,
-)
+from tests.kit.gateway import PROMPT, end_id, ids_of
+from tests.kit.legs import ScriptedDaemon, ScriptedVllm, landed, reserved, tokens
+from tests.kit.rig import Stage, rig
 from tests.kit.valkey import ValkeyProcess
 
 FIRST, *REST = ids_of(" Paris.")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from extproc import messages
 from gateway.errors import NoSlotInTime
-from tests.kit.gateway import header_map
+from tests.kit.ext_proc import header_map
 
 
 @given(st.lists(st.binary(max_size=8), min_size=1, max_size=4))

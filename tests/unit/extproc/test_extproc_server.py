@@ -16,18 +16,10 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProces
 from extproc.server import ExtProcService, running
 from gateway.settings import GatewaySettings
 from process.errors import PortBusyError
-from tests.kit.gateway import (
-    SECRET,
-    Stage,
-    chat,
-    ids_of,
-    prefill_answer,
-    request_body,
-    request_headers,
-    reserved,
-    response_body,
-    response_headers,
-)
+from tests.kit.ext_proc import request_body, request_headers, response_body, response_headers
+from tests.kit.gateway import SECRET, chat, ids_of, prefill_answer
+from tests.kit.legs import reserved
+from tests.kit.rig import Stage
 from tests.kit.valkey import ValkeyProcess, eventually
 
 FIRST = ids_of(" Paris.")[0]

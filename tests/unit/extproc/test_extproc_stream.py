@@ -11,22 +11,10 @@ from google.protobuf.json_format import MessageToDict
 from extproc.stream import ExtProcStream, ProtocolError
 from gateway.sse import EventReader
 from handoff.claim import CLAIM_KEY
-from tests.kit.gateway import (
-    ScriptedWire,
-    Stage,
-    answers,
-    chat,
-    ids_of,
-    prefill_answer,
-    request_body,
-    request_headers,
-    reserved,
-    response_body,
-    response_headers,
-    response_trailers,
-    rig,
-    streams,
-)
+from tests.kit.ext_proc import ScriptedWire, request_body, request_headers, response_body, response_headers, response_trailers
+from tests.kit.gateway import chat, ids_of, prefill_answer, prefill_completion, prompt_request
+from tests.kit.legs import answers, breaks, reserved, streams
+from tests.kit.rig import Stage, rig
 from tests.kit.valkey import eventually
 
 CHAT = "/v1/chat/completions"
@@ -91,6 +79,7 @@ class TestRequestPhase:
             (request_headers(method="HEAD", end=True), "unsupported_path"),
             (request_headers(method="OPTIONS", end=True), "unsupported_path"),
             (request_headers(path="/tokenize"), "unsupported_path"),
+            (request_headers(path="/v1/completions/"), "unsupported_path"),
             (request_headers(end=True), "no_body"),
         ):
             written, last = await call(stage, sent)
@@ -99,7 +88,7 @@ class TestRequestPhase:
             assert not last.request_headers.HasField("response")
             assert metadata(last) == {"lane": "throughput", "reason": reason}
             assert stage.rig.requests()["throughput", "passed", reason] >= 1
-        assert sum(stage.rig.requests().values()) == 7
+        assert sum(stage.rig.requests().values()) == 8
 
     @pytest.mark.parametrize(
         ("content", "reason"),
@@ -224,6 +213,19 @@ class TestAnswerPhase:
         assert ends(last)
         assert stage.rig.requests() == COUNTED_OK
 
+    @pytest.mark.parametrize("stream", [True, False])
+    async def test_a_completion_is_answered_as_one(self, stage: Stage, stream: bool) -> None:
+        content = json.dumps(prompt_request(max_tokens=50, stream=stream)).encode()
+        prefilled = json.dumps(prefill_completion(FIRST)).encode()
+        headers = request_headers(path="/v1/completions?api-version=1")
+        written, last = await call(stage, headers, request_body(content), response_headers(), response_body(prefilled))
+        body = streamed([*written, last])
+        parts = [json.loads(event) for event in EventReader().feed(body)[:-1]] if stream else [json.loads(body)]
+        assert {part["object"] for part in parts} == {"text_completion"}
+        assert "".join(part["choices"][0]["text"] for part in parts) == " Paris."
+        assert json.loads(written[1].request_body.response.body_mutation.body)["prompt"] == prompt_request()["prompt"]
+        assert stage.rig.requests() == COUNTED_OK
+
     async def test_trailers_of_the_answer_are_answered_instead_of_an_end(self, stage: Stage) -> None:
         sent = [request_headers(), request_body(STREAM), response_headers(), response_body(PREFILLED, end=False)]
         written, last = await call(stage, *sent, response_trailers())
@@ -269,6 +271,7 @@ class TestAnswerPhase:
 
     async def test_an_answer_that_nobody_can_give_is_an_error_with_a_status(self, stage: Stage) -> None:
         stage.daemon.script = [reserved(), "die"]
+        stage.vllm.answers[CHAT] = breaks
         written, last = await call(stage, request_headers(), request_body(BODY), response_headers(), response_body(PREFILLED))
         assert set_headers(written[3]) == {
             "content-type": b"application/json",

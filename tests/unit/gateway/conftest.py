@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from redis.asyncio import Redis
 
-from tests.kit.gateway import ScriptedVllm
+from tests.kit.legs import ScriptedVllm
 from tests.kit.valkey import ValkeyProcess
 
 

@@ -185,7 +185,27 @@ def test_null_reads_as_absent() -> None:
     body = Body(b'{"a":null,"b":false,"c":0}')
     assert body.get("a") is None
     assert body.get("d") is None
-    assert body.present() == {"b": False, "c": 0}
+    assert dict(body.items()) == {"a": None, "b": False, "c": 0}
+    assert ("a" in body, "d" in body) == (True, False)
+
+
+def lone_surrogates(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+@BODY
+@given(OBJECTS)
+@example('{"a":"\\ud83d\\ude42"}')
+@example('{"a":["\\ud83d \\ude42"]}')
+@example('{"a":{"\\uDFFF":1}}')
+@example('{"a":"\\\\ud83d"}')
+@example('{"\\ud83d":1}')
+def test_half_of_a_surrogate_pair_is_found_wherever_it_is(raw: str) -> None:
+    assert Body(raw.encode()).has_lone_surrogates() is lone_surrogates(json.loads(raw))
 
 
 def test_infinity_reads_as_json_reads_it() -> None:

@@ -14,19 +14,9 @@ from gateway.metrics import GatewayMetrics
 from gateway.pools import Pools
 from handoff import decode_pb2 as pb
 from leases import Grant, LeaseTable, Node, NodeStatus, SlotRequest, SlotView
-from tests.kit.gateway import (
-    MODEL,
-    ScriptedDaemon,
-    ScriptedVllm,
-    bpe_tokenizer,
-    card_message,
-    failed,
-    ids_of,
-    landed,
-    reserved,
-    rig,
-    tokens,
-)
+from tests.kit.gateway import MODEL, bpe_tokenizer, card_message, ids_of
+from tests.kit.legs import ScriptedDaemon, ScriptedVllm, failed, landed, reserved, tokens
+from tests.kit.rig import rig
 from tests.kit.valkey import ValkeyProcess, eventually
 
 NOBODY = "127.0.0.1:1"

@@ -9,29 +9,15 @@ from typing import Any
 
 import pytest
 
+from gateway.endpoints import Endpoint
 from gateway.errors import BadRequest, LaneUnavailable, NoSlotInTime
 from gateway.lane import Plain, Prefill, Refusal
 from gateway.slo import SloClass, Wish
 from handoff.claim import from_params
 from leases import Denied, Grant, LeaseTable, Node, NodeStatus, SlotRequest, SlotView
-from tests.kit.gateway import (
-    CREDENTIALS,
-    MODEL,
-    Rig,
-    ScriptedDaemon,
-    ScriptedVllm,
-    Step,
-    answers,
-    bpe_tokenizer,
-    card_message,
-    chat,
-    end_id,
-    failed,
-    hangs,
-    landed,
-    reserved,
-    rig,
-)
+from tests.kit.gateway import CREDENTIALS, MODEL, bpe_tokenizer, card_message, chat, end_id
+from tests.kit.legs import ScriptedDaemon, ScriptedVllm, Step, answers, failed, hangs, landed, reserved
+from tests.kit.rig import Rig, rig
 from tests.kit.valkey import ValkeyProcess, eventually
 
 ALLOW, DENY = Wish(SloClass.LATENCY, fallback=True), Wish(SloClass.LATENCY, fallback=False)
@@ -66,7 +52,10 @@ class TestEarly:
             (SloClass.LATENCY, "HEAD", CHAT, False, "unsupported_path"),
             (SloClass.LATENCY, "OPTIONS", CHAT, False, "unsupported_path"),
             (SloClass.LATENCY, "POST", "/v1/chat/completions/", True, "unsupported_path"),
-            (SloClass.LATENCY, "POST", "/v1/completions", True, "unsupported_path"),
+            (SloClass.LATENCY, "POST", "/v1/completions/", True, "unsupported_path"),
+            (SloClass.LATENCY, "POST", "/v1/chat/completions/render", True, "unsupported_path"),
+            (SloClass.LATENCY, "POST", "/V1/completions", True, "unsupported_path"),
+            (SloClass.LATENCY, "POST", "/v1/messages", True, "unsupported_path"),
             (SloClass.LATENCY, "POST", "/v1/responses", True, "unsupported_path"),
             (SloClass.LATENCY, "POST", "/v1/embeddings", True, "unsupported_path"),
             (SloClass.LATENCY, "POST", "/tokenize", True, "unsupported_path"),
@@ -77,14 +66,16 @@ class TestEarly:
             wish = Wish(slo_class, fallback=True)
             assert lane.lane.early(wish, method, path, has_body=has_body) == Plain(reason), (method, path)
 
-    async def test_a_chat_completion_is_looked_at(self, lane: Rig) -> None:
-        for path in (CHAT, f"{CHAT}?x=1", f"{CHAT}?"):
-            assert lane.lane.early(ALLOW, "POST", path, has_body=True) is None
+    async def test_the_bodies_of_both_endpoints_are_looked_at(self, lane: Rig) -> None:
+        for endpoint in Endpoint:
+            for path in (endpoint, f"{endpoint}?x=1", f"{endpoint}?"):
+                assert lane.lane.early(ALLOW, "POST", path, has_body=True) is endpoint
 
     async def test_deny_makes_an_error_of_what_is_not_served(self, lane: Rig) -> None:
         refused = lane.lane.early(DENY, "POST", "/v1/responses", has_body=True)
         assert isinstance(refused, Refusal)
         assert isinstance(refused.error, BadRequest)
+        assert refused.error.status == 400
 
     async def test_a_gateway_that_stops_takes_no_more(self, lane: Rig) -> None:
         lane.lane.drain()
@@ -124,14 +115,14 @@ async def test_ignore_eos_leaves_the_daemon_no_stop_tokens(redis_url: str, vllm:
 
 async def test_a_body_that_is_no_object_is_vllms_to_refuse(lane: Rig) -> None:
     for raw in (b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"\xef\xbb\xbf{}"):
-        assert await lane.lane.decide(ALLOW, raw, CREDENTIALS) == Plain("invalid_json")
-        refused = await lane.lane.decide(DENY, raw, CREDENTIALS)
+        assert await lane.lane.decide(ALLOW, Endpoint.CHAT, raw, CREDENTIALS) == Plain("invalid_json")
+        refused = await lane.lane.decide(DENY, Endpoint.CHAT, raw, CREDENTIALS)
         assert isinstance(refused, Refusal)
         assert refused.error.status == 400
 
 
 async def test_a_body_longer_than_any_context_is_not_looked_into(lane: Rig) -> None:
-    assert await lane.lane.decide(ALLOW, b"[" * (9 << 20), CREDENTIALS) == Plain("too_long")
+    assert await lane.lane.decide(ALLOW, Endpoint.CHAT, b"[" * (9 << 20), CREDENTIALS) == Plain("too_long")
 
 
 async def test_a_field_that_is_not_served_falls_back_or_is_refused_by_name(lane: Rig) -> None:
@@ -170,10 +161,15 @@ async def test_without_a_card_plain_vllm_serves(redis_url: str, vllm: ScriptedVl
         assert isinstance(await decide(made, DENY), Refusal)
 
 
-async def test_model_defaults_that_the_lane_cannot_apply_are_plain_vllms(redis_url: str, vllm: ScriptedVllm) -> None:
-    daemon = ScriptedDaemon(WILLING, card=card_message(repetition_penalty=1.2))
+async def test_the_models_own_defaults_reach_both_legs(redis_url: str, vllm: ScriptedVllm) -> None:
+    daemon = ScriptedDaemon(WILLING, card=card_message(repetition_penalty=1.25, temperature=0.5))
     async with daemon.registered(redis_url), rig(redis_url, vllm) as made:
-        assert await decide(made) == Plain("model_defaults")
+        decision = await decide(made)
+        assert isinstance(decision, Prefill)
+        prefill, (decode,) = json.loads(decision.body), daemon.requests
+        assert (prefill["repetition_penalty"], prefill["temperature"]) == (1.25, 0.5)
+        assert (decode.repetition_penalty, decode.temperature) == (1.25, 0.5)
+        decision.stream.cancel()
 
 
 async def test_a_slot_too_small_for_the_context_is_plain_vllms(redis_url: str, vllm: ScriptedVllm) -> None:
@@ -201,10 +197,9 @@ class TestLength:
     async def test_a_prompt_that_surely_does_not_fit_is_not_counted_either(self, lane: Rig) -> None:
         sure = self.CONTEXT * self.LONGEST
         assert await decide(lane, messages=[{"role": "user", "content": "x" * sure}]) == Plain("too_long")
-        assert await decide(lane, max_tokens=self.CONTEXT + 1) == Plain("too_long")
         assert lane.vllm.asked == []
 
-    @pytest.mark.parametrize(("tokens", "fits"), [(4096 - 9, True), (4096 - 8, False)])
+    @pytest.mark.parametrize(("tokens", "fits"), [(4096 - 9, True), (4096 - 1, True), (4096, False)])
     async def test_between_the_bounds_vllm_counts_with_the_clients_credentials(
         self, lane: Rig, tokens: int, fits: bool
     ) -> None:
@@ -233,7 +228,7 @@ class TestLength:
             assert await decide(made, messages=[{"role": "user", "content": "x" * 4000}]) == Plain("prompt_not_counted")
             assert await made.free_slots() == 1
 
-    async def test_without_a_limit_the_whole_context_is_asked_for(self, lane: Rig) -> None:
+    async def test_without_a_limit_or_with_one_beyond_it_the_whole_context_is_asked_for(self, lane: Rig) -> None:
         asked: list[int] = []
         acquire = lane.parts.table.acquire
 
@@ -242,12 +237,12 @@ class TestLength:
             return await acquire(request)
 
         lane.parts.table.acquire = noting  # type: ignore[method-assign]
-        for limit in (None, 50):
+        for limit in (None, 50, self.CONTEXT, 2**31 - 1):
             served = await decide(lane, max_tokens=limit)
             assert isinstance(served, Prefill)
             served.stream.cancel()
             await all_free(lane)
-        assert asked[0] == self.CONTEXT
+        assert asked[0] == asked[2] == asked[3] == self.CONTEXT
         assert asked[1] == len(json.dumps(chat(max_tokens=50))) + 512 + 50
 
 

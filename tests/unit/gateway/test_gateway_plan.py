@@ -1,217 +1,330 @@
-"""One request becomes a plan and a prefill body: the only place where that happens."""
+"""One request becomes a plan: the values that both legs get are those that vLLM would have sampled with."""
 
 import json
+import warnings
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.body import Body
+from gateway.cards import Card, Defaults
 from gateway.eligibility import Unsupported, why_not
-from gateway.plan import Plan, make_plan, prefill_body
-from handoff.claim import CLAIM_KEY, Claim, ClaimKeys, from_params
-from tests.kit.gateway import SECRET, body, card, chat
+from gateway.endpoints import Endpoint
+from gateway.fields import FIELDS
+from gateway.plan import Grammar, GrammarKind, Plan, make_plan
+from tests.kit.fields import CHAT, COMPANIONS, COMPLETIONS, SCHEMA, TOOL, VALUES, request
+from tests.kit.gateway import bpe_tokenizer, card
+from tests.kit.sampled import sampled_alike, vllms_params, vllms_request
 
-KEYS = ClaimKeys([SECRET.encode()])
-CLAIM = KEYS.sign(Claim(handoff_id="0" * 32, host="d", port=1, slot=0, epoch=7, expires=2**31))
+VOCAB = bpe_tokenizer().get_vocab_size()
 
 
-def planned(request: Body, **defaults: Any) -> Plan:
-    assert why_not(request) is None
-    plan = make_plan(request, card(**defaults))
+@cache
+def the_card() -> Card:
+    return card()
+
+
+def plan_of(fields: dict[str, Any], endpoint: Endpoint = CHAT, **options: Any) -> Plan:
+    plan = outcome(fields, endpoint, **options)
     assert isinstance(plan, Plan), plan
     return plan
 
 
-def prefill(request: Body, **defaults: Any) -> dict[str, Any]:
-    rewritten: dict[str, Any] = json.loads(prefill_body(request, planned(request, **defaults), CLAIM))
-    return rewritten
+def outcome(
+    fields: dict[str, Any],
+    endpoint: Endpoint = CHAT,
+    *,
+    model: Card | None = None,
+    tools: bool = False,
+    reasoning: bool = False,
+) -> Plan | Unsupported:
+    body = Body(json.dumps(request(endpoint, **fields)).encode())
+    assert why_not(endpoint, body, tools=tools, reasoning=reasoning) is None
+    return make_plan(endpoint, body, model or the_card(), tools=tools, reasoning=reasoning)
 
 
-@pytest.mark.parametrize(
-    ("fields", "decoded"),
-    [
-        ({}, None),
-        ({"max_tokens": 24}, 24),
-        ({"max_completion_tokens": 24}, 24),
-        ({"max_tokens": 7, "max_completion_tokens": 24}, 24),
-        ({"max_tokens": None, "max_completion_tokens": 24}, 24),
-        ({"max_tokens": 24, "max_completion_tokens": None}, 24),
-    ],
+# --- as vLLM ---
+
+NUMBERS = st.one_of(st.integers(-3, 500), st.floats(-3, 3), st.floats(), st.integers())
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.text(max_size=3), st.just([]), st.just({}), st.lists(st.integers(-1, 500), max_size=3)
 )
-def test_prefill_makes_one_token_and_decode_the_clients_number(
-    oracle: SimpleNamespace, fields: dict[str, Any], decoded: int | None
+RANGES: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "top_k": st.integers(-1, 2**31 - 1),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.001, 100),
+    "logit_bias": st.dictionaries(st.integers(0, VOCAB + 1).map(str), st.floats(-200, 200), max_size=4),
+    "allowed_token_ids": st.lists(st.integers(0, VOCAB + 1), min_size=1, max_size=4),
+    "stop_token_ids": st.lists(st.integers(0, VOCAB), max_size=4),
+    "bad_words": st.lists(st.text(min_size=1, max_size=4), max_size=3),
+    "stop": st.lists(st.text(min_size=1, max_size=4), max_size=4),
+    "min_tokens": st.integers(0, 20),
+    "max_tokens": st.integers(1, 5000),
+    "max_completion_tokens": st.integers(1, 5000),
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn, endpoint: Endpoint) -> dict[str, Any]:
+    """Many fields, with values that the lane serves for each alone."""
+    keys = draw(st.lists(st.sampled_from(sorted(FIELDS[endpoint])), unique=True, max_size=14))
+    fields: dict[str, Any] = {}
+    for key in keys:
+        fields |= COMPANIONS.get(key, {})
+    for key in keys:
+        served = st.sampled_from(VALUES[endpoint][key][0] or [None])
+        fields[key] = draw(st.one_of(served, RANGES.get(key, served), served))
+    return request(endpoint) | fields
+
+
+@st.composite
+def odd_requests(draw: st.DrawFn, endpoint: Endpoint) -> dict[str, Any]:
+    """One field with any value."""
+    key = draw(st.sampled_from(sorted(FIELDS[endpoint])))
+    served, others = VALUES[endpoint][key]
+    value = draw(st.one_of(st.sampled_from([*served, *others]), NUMBERS, NUMBERS, JUNK, RANGES.get(key, JUNK)))
+    return request(endpoint, **COMPANIONS.get(key, {})) | {key: value}
+
+
+DEFAULTS = st.builds(
+    Defaults,
+    temperature=st.none() | st.sampled_from([0.0, 0.005, 0.6]),
+    top_p=st.none() | st.sampled_from([0.9, 1.0]),
+    top_k=st.none() | st.sampled_from([-1, 0, 20]),
+    min_p=st.none() | st.sampled_from([0.0, 0.05]),
+    repetition_penalty=st.none() | st.sampled_from([1.0, 1.05]),
+    presence_penalty=st.none() | st.sampled_from([0.0, 1.5]),
+    frequency_penalty=st.none() | st.sampled_from([0.0, -0.5]),
+    max_tokens=st.none() | st.sampled_from([1, 2048]),
+)
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), defaults=DEFAULTS)
+def test_fields_together_are_sampled_as_vllm_samples_them(
+    oracle: SimpleNamespace, endpoint: Endpoint, data: st.DataObject, defaults: Defaults
 ) -> None:
-    request = body(**fields)
-    asked = oracle.chat.ChatCompletionRequest.model_validate(prefill(request)).model_dump()
-    assert (asked["max_tokens"], asked["max_completion_tokens"]) == (1, None)
-    assert planned(request).max_tokens == decoded
+    as_vllm(oracle, endpoint, json.dumps(data.draw(requests(endpoint))), defaults)
 
 
-def test_the_models_own_limit_counts_where_the_client_names_none() -> None:
-    assert planned(body(), max_tokens=99).max_tokens == 99
-    assert planned(body(max_tokens=5), max_tokens=99).max_tokens == 5
-    assert planned(body(max_completion_tokens=500), max_tokens=99).max_tokens == 500
+@pytest.mark.parametrize("endpoint", Endpoint)
+@settings(max_examples=600, deadline=None)
+@given(data=st.data())
+def test_whatever_value_the_lane_admits_vllm_takes(oracle: SimpleNamespace, endpoint: Endpoint, data: st.DataObject) -> None:
+    as_vllm(oracle, endpoint, json.dumps(data.draw(odd_requests(endpoint))), Defaults())
 
 
-def test_min_tokens_never_stands_beside_the_one_token() -> None:
-    assert "min_tokens" not in prefill(body(min_tokens=0, max_tokens=500))
-    why = why_not(body(min_tokens=100, max_tokens=500))
-    assert why is not None
-
-
-@pytest.mark.parametrize("usage", [True, False])
-def test_stream_and_its_options_leave_the_prefill_leg_together(usage: bool) -> None:
-    request = body(stream=True, stream_options={"include_usage": usage})
-    rewritten = prefill(request)
-    assert rewritten["stream"] is False
-    assert "stream_options" not in rewritten
-    plan = planned(request)
-    assert (plan.form.stream, plan.form.include_usage) == (True, usage)
-
-
-def test_nulls_are_absent_on_both_legs() -> None:
-    nulls = dict.fromkeys(["stop", "stream", "stream_options", "n", "logprobs", "tools", "seed", "max_tokens", "temperature"])
-    assert planned(body(**nulls)) == planned(body())
-    assert prefill(body(**nulls)) == prefill(body())
-
-
-MESSAGES = (
-    '[ {"role":"user", "content":"a\\u00e9\\n" , "x": 1.50},'
-    ' {"content":null,"role":"assistant","tool_calls":[{"id":"1","type":"function",'
-    '"function":{"arguments":"{ \\"b\\": 1E2}","name":"f"}}]},'
-    ' {"role":"assistant","content":"ok","tool_calls":[]}, {"role":"user","content":[{"type":"text","text":"hi"}]} ]'
-)
-
-
-def test_messages_reach_prefill_byte_for_byte() -> None:
-    raw = f'{{"max_tokens" : 9,\n"messages" :{MESSAGES},"model":"tiny","temperature":0.70}}'.encode()
-    rewritten = prefill_body(Body(raw), planned(Body(raw)), CLAIM)
-    assert f'"messages" :{MESSAGES}'.encode() in rewritten
-    assert json.loads(rewritten)["messages"] == json.loads(MESSAGES)
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"chat_template_kwargs": {"b": 1, "a": None}},
-        {"cache_salt": "s"},
-        {"tool_choice": "none"},
-        {"parallel_tool_calls": False},
-        {"response_format": {"type": "text"}},
-        {"add_generation_prompt": False},
-        {"user": "u"},
-    ],
-)
-def test_whatever_a_template_or_the_prefix_cache_reads_stays(field: dict[str, Any]) -> None:
-    assert prefill(body(**field)).items() >= field.items()
-
-
-@pytest.mark.parametrize("sent", [{}, {"do_remote_decode": True}, {CLAIM_KEY: {"claim": {"host": "evil"}, "signature": "x"}}])
-def test_a_clients_own_kv_transfer_params_are_dropped(sent: dict[str, Any]) -> None:
-    raw = json.dumps(chat(kv_transfer_params=sent)).encode()
-    rewritten = prefill_body(Body(raw), planned(Body(raw)), CLAIM)
-    assert rewritten.count(b"kv_transfer_params") == 1
-    params = json.loads(rewritten)["kv_transfer_params"]
-    signed = from_params(params)
-    assert signed is not None
-    assert KEYS.verify(signed) == CLAIM.claim
-    assert set(params) == {CLAIM_KEY}
-
-
-def test_defaults_of_the_model_are_resolved_once_for_both_legs() -> None:
-    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-    plan, rewritten = planned(body(), **defaults), prefill(body(), **defaults)
-    for leg in (
-        (plan.sampling.temperature, plan.sampling.top_p, plan.sampling.top_k),
-        (
-            rewritten["temperature"],
-            rewritten["top_p"],
-            rewritten["top_k"],
-        ),
-    ):
-        assert leg == (0.6, 0.95, 20)
-
-
-def test_what_the_client_says_goes_before_the_models_defaults() -> None:
-    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-    rewritten = prefill(body(temperature=0, top_p=1, top_k=0), **defaults)
-    assert (rewritten["temperature"], rewritten["top_p"], rewritten["top_k"]) == (0, 1, 0)
-
-
-def test_without_defaults_vllms_own_apply() -> None:
-    sampling = planned(body()).sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed, sampling.ignore_eos) == (1, 1, 0, None, False)
-
-
-@pytest.mark.parametrize("defaults", [{"min_p": 0.1}, {"repetition_penalty": 1.1}])
-def test_defaults_that_the_lane_cannot_apply_leave_the_model_to_plain_vllm(defaults: dict[str, Any]) -> None:
-    plan = make_plan(body(), card(**defaults))
-    assert isinstance(plan, Unsupported)
-    assert plan.reason == "model_defaults"
-
-
-def test_defaults_without_effect_are_no_obstacle() -> None:
-    planned(body(), min_p=0.0, repetition_penalty=1.0, top_k=-1)
-
-
-def meaning(params: Any, name: str) -> Any:
-    """A sampling value; vLLM takes -1 and 0 alike for a top_k that keeps every token."""
-    value = getattr(params, name)
-    return max(0, value) if name == "top_k" else value
+def as_vllm(oracle: SimpleNamespace, endpoint: Endpoint, raw: str, defaults: Defaults) -> None:
+    """If the lane admits a request, vLLM takes it too, and samples with what is planned."""
+    body = Body(raw.encode())
+    if why_not(endpoint, body, tools=True) is not None:
+        return
+    said = json.loads(raw)
+    theirs = vllms_request(oracle, endpoint, {key: value for key, value in said.items() if key != "kv_transfer_params"})
+    assert vllms_request(oracle, endpoint, said)
+    plan = make_plan(endpoint, body, replace(the_card(), defaults=defaults), tools=True)
+    if isinstance(plan, Plan):
+        sampled_alike(vllms_params(theirs, endpoint, defaults), plan)
+        assert plan.form.return_token_ids is bool(theirs.return_token_ids)
+        assert plan.form.tokens_as_ids is bool(theirs.return_tokens_as_token_ids)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, -0.0, 1e-320, 1e-9, 0.0099, 0.01, 0.7, 1, 2])
-@pytest.mark.parametrize("top_k", [-1, 0, 5])
-@pytest.mark.parametrize("seed", [None, -1, 0, 42])
-def test_both_legs_sample_as_vllm_samples_the_clients_request(
-    oracle: SimpleNamespace, temperature: float, top_k: int, seed: int | None
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_a_small_temperature_is_raised_and_greed_looks_at_nothing_else(
+    oracle: SimpleNamespace, endpoint: Endpoint, temperature: float
 ) -> None:
-    request = chat(temperature=temperature, top_k=top_k, seed=seed)
-
-    def params(raw: dict[str, Any], max_tokens: int) -> Any:
-        return oracle.chat.ChatCompletionRequest.model_validate(raw).to_sampling_params(max_tokens, {})
-
-    plain, leg = params(request, 9), params(prefill(Body(json.dumps(request).encode())), 1)
-    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "ignore_eos"):
-        assert meaning(leg, name) == meaning(plain, name), name
-    sampling = planned(Body(json.dumps(request).encode())).sampling
-    assert (sampling.temperature, sampling.seed) == (plain.temperature, plain.seed)
-    if sampling.temperature > 0:
-        assert (sampling.top_p, sampling.top_k) == (plain.top_p, meaning(plain, "top_k"))
-    assert (leg.max_tokens, leg.min_tokens, leg.n) == (1, 0, 1)
+    fields = {"temperature": temperature, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": -1}
+    plan = plan_of(fields, endpoint)
+    params = vllms_params(vllms_request(oracle, endpoint, request(endpoint, **fields)), endpoint, Defaults())
+    sampled_alike(params, plan)
+    assert plan.sampling.seed is None
 
 
-@pytest.mark.parametrize("stop", ["a", ["a", "b"], [], None])
-def test_stop_strings_are_the_gateways_and_never_on_the_prefill_leg(stop: Any) -> None:
-    request = body(stop=stop)
-    assert "stop" not in prefill(request)
-    assert planned(request).stop == tuple([stop] if isinstance(stop, str) else stop or ())
+# --- what is resolved ---
 
 
-def test_the_whole_body_is_one_that_vllm_accepts(oracle: SimpleNamespace) -> None:
-    full = body(
-        stream=True,
-        stream_options={"include_usage": True},
-        max_tokens=9,
-        max_completion_tokens=24,
-        stop=["x"],
-        seed=1,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=5,
-        ignore_eos=True,
-        kv_transfer_params={"a": 1},
-        tool_choice="none",
-        response_format={"type": "text"},
-        cache_salt="s",
-        user="u",
+def test_defaults_of_the_model_are_taken_where_the_client_says_nothing() -> None:
+    own = Defaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    model = replace(the_card(), defaults=own)
+    sampling = plan_of({}, model=model).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (
+        *(0.6, 0.95, 20),
+        *(0.1, 1.1),
     )
-    asked = oracle.chat.ChatCompletionRequest.model_validate(prefill(full))
-    assert (asked.stream, asked.stream_options, asked.stop, asked.seed) == (False, None, [], 1)
+    said = plan_of({"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}, model=model)
+    assert said == plan_of({})
 
 
-def test_a_megabyte_of_prompt_is_copied_not_rewritten() -> None:
-    text = json.dumps("é" * 500_000, ensure_ascii=False)
-    raw = f'{{"model":"tiny","messages":[{{"role":"user","content":{text}}}],"max_tokens":5}}'.encode()
-    assert text.encode() in prefill_body(Body(raw), planned(Body(raw)), CLAIM)
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "tokens"),
+    [
+        (CHAT, {}, None),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": None}, None),
+        (CHAT, {"max_tokens": 24}, 24),
+        (CHAT, {"max_completion_tokens": 24}, 24),
+        (CHAT, {"max_tokens": 7, "max_completion_tokens": 24}, 24),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 24}, 24),
+        (CHAT, {"max_tokens": 24, "max_completion_tokens": None}, 24),
+        (COMPLETIONS, {}, 16),
+        (COMPLETIONS, {"max_tokens": None}, 16),
+        (COMPLETIONS, {"max_tokens": 24}, 24),
+        (COMPLETIONS, {"max_completion_tokens": 24}, 16),
+    ],
+)
+def test_the_answer_is_as_long_as_vllms(endpoint: Endpoint, fields: dict[str, Any], tokens: int | None) -> None:
+    assert plan_of(fields, endpoint).max_tokens == tokens
+
+
+def test_the_models_own_limit_counts_where_a_chat_names_none() -> None:
+    model = replace(the_card(), defaults=Defaults(max_tokens=99))
+    assert plan_of({}, model=model).max_tokens == 99
+    assert plan_of({"max_tokens": 500}, model=model).max_tokens == 500
+    assert plan_of({}, COMPLETIONS, model=model).max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [(CHAT, {"min_tokens": 6, "max_tokens": 5}), (COMPLETIONS, {"min_tokens": 17}), (CHAT, {"min_tokens": 100})],
+)
+def test_more_tokens_at_least_than_at_most_are_plain_vllms_to_refuse(endpoint: Endpoint, fields: dict[str, Any]) -> None:
+    why = outcome(fields, endpoint, model=replace(the_card(), defaults=Defaults(max_tokens=99)))
+    assert isinstance(why, Unsupported)
+    assert (why.reason, why.param) == ("unsupported_min_tokens", "min_tokens")
+
+
+def test_a_models_own_limit_of_nothing_is_plain_vllms_to_refuse() -> None:
+    why = outcome({}, model=replace(the_card(), defaults=Defaults(max_tokens=0)))
+    assert isinstance(why, Unsupported)
+    assert why.reason == "unsupported_min_tokens"
+
+
+def test_what_must_fit_behind_the_prompt_is_the_shortest_answer_as_vllm_cuts_the_longest_one_down() -> None:
+    assert plan_of({"max_tokens": 9, "min_tokens": 3}).least_tokens == 3
+    assert plan_of({"max_tokens": 9}).least_tokens == 1
+    assert plan_of({}).least_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "key", "with_id"),
+    [
+        (CHAT, "stop_token_ids", lambda token: [0, token]),
+        (CHAT, "allowed_token_ids", lambda token: [token, 0]),
+        (CHAT, "logit_bias", lambda token: {"0": 1, str(token): 1}),
+        (COMPLETIONS, "stop_token_ids", lambda token: [token]),
+        (COMPLETIONS, "prompt", lambda token: [1, token]),
+        (COMPLETIONS, "prompt", lambda token: [[token]]),
+    ],
+)
+def test_token_ids_that_the_model_does_not_have_are_plain_vllms_to_refuse(endpoint: Endpoint, key: str, with_id: Any) -> None:
+    plan_of({key: with_id(VOCAB - 1)}, endpoint)
+    why = outcome({key: with_id(VOCAB)}, endpoint)
+    assert isinstance(why, Unsupported)
+    assert (why.reason, why.param) == (f"unsupported_{key}", key)
+    assert str(VOCAB) in why.detail
+
+
+def test_bad_words_travel_as_words_and_as_ids() -> None:
+    sampling = plan_of({"bad_words": ["stop", "stop"]}).sampling
+    assert sampling.bad_words == ("stop",)
+    assert sampling.bad_word_ids
+    why = outcome({"bad_words": ["x" * 20_000]})
+    assert isinstance(why, Unsupported)
+    assert why.reason == "unsupported_bad_words"
+
+
+# --- the answer's form ---
+
+
+@pytest.mark.parametrize(
+    ("options", "usage", "continuous"),
+    [
+        (None, False, False),
+        ({}, False, False),
+        ({"include_usage": True}, True, False),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True),
+        ({"include_usage": False, "continuous_usage_stats": True}, False, False),
+        ({"include_usage": None, "continuous_usage_stats": None}, False, False),
+    ],
+)
+def test_usage_is_told_where_vllm_tells_it(options: Any, usage: bool, continuous: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.entrypoints.generate.base.protocol import StreamOptions
+        from vllm.entrypoints.serve.utils.api_utils import should_include_usage
+
+    form = plan_of({"stream": True, "stream_options": options}).form
+    assert (form.include_usage, form.continuous_usage) == (usage, continuous)
+    theirs = None if options is None else StreamOptions.model_validate(options)
+    assert should_include_usage(theirs, False) == (usage, continuous)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "logprobs"),
+    [
+        (CHAT, {}, None),
+        (CHAT, {"logprobs": False}, None),
+        (CHAT, {"logprobs": True}, 0),
+        (CHAT, {"logprobs": True, "top_logprobs": None}, 0),
+        (CHAT, {"logprobs": True, "top_logprobs": 20}, 20),
+        (COMPLETIONS, {}, None),
+        (COMPLETIONS, {"logprobs": 0}, 0),
+        (COMPLETIONS, {"logprobs": 5}, 5),
+    ],
+)
+def test_zero_alternatives_are_logprobs_too(endpoint: Endpoint, fields: dict[str, Any], logprobs: int | None) -> None:
+    assert plan_of(fields, endpoint).sampling.logprobs == logprobs
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_OBJECT)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+            Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+        ),
+        ({"structured_outputs": {"json": ' {"type": "object"}'}}, Grammar(GrammarKind.JSON_SCHEMA, ' {"type": "object"}')),
+        ({"structured_outputs": {"choice": ["é", "b"]}}, Grammar(GrammarKind.CHOICE, '["\\u00e9", "b"]')),
+        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, Grammar(GrammarKind.REGEX, "a+")),
+        ({"structured_outputs": {"grammar": "root ::= 'a'"}}, Grammar(GrammarKind.EBNF, "root ::= 'a'")),
+    ],
+)
+def test_a_constraint_is_one_grammar_whichever_field_names_it(fields: dict[str, Any], grammar: Grammar | None) -> None:
+    assert plan_of(fields).grammar == grammar
+
+
+def test_a_schema_with_numbers_that_json_does_not_know_is_plain_vllms() -> None:
+    why = outcome({"structured_outputs": {"json": {"maximum": float("nan")}}})
+    assert isinstance(why, Unsupported)
+    assert why.reason == "unsupported_response_format"
+
+
+@pytest.mark.parametrize(
+    ("fields", "parsers", "parsed"),
+    [
+        ({}, {"tools": True}, False),
+        ({}, {"tools": True, "reasoning": True}, True),
+        ({"tools": [TOOL]}, {"tools": True}, True),
+        ({"tools": [TOOL], "tool_choice": "auto"}, {"tools": True}, True),
+        ({"tools": [TOOL], "tool_choice": "none"}, {"tools": True}, False),
+        ({"tools": [TOOL], "tool_choice": "none"}, {"reasoning": True}, True),
+    ],
+)
+def test_vllms_parsers_make_the_answer_of_a_chat_with_tools_or_reasoning(
+    fields: dict[str, Any], parsers: dict[str, Any], parsed: bool
+) -> None:
+    assert plan_of(fields, **parsers).parsed is parsed
+    assert plan_of({}, COMPLETIONS, **parsers).parsed is False

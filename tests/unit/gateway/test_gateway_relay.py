@@ -2,84 +2,45 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from gateway.endpoints import Endpoint
 from gateway.errors import UpstreamFailed
-from gateway.sse import EventReader
 from gateway.upstream import UpstreamUnavailable
 from handoff import decode_pb2 as pb
-from tests.kit.gateway import (
-    PROMPT,
-    Relayed,
-    ScriptedVllm,
-    Step,
-    answers,
-    bpe_tokenizer,
-    chat,
-    completion,
-    end_id,
-    failed,
-    hangs,
-    ids_of,
-    landed,
-    prefill_answer,
+from tests.kit.gateway import PROMPT, bpe_tokenizer, chat, handed_over
+from tests.kit.legs import ScriptedVllm, answers, landed, streams, tokens
+from tests.kit.relay import (
+    CHAT,
+    END,
+    FIRST,
+    MID_STREAM,
+    REST,
+    SO_FAR,
+    TEXT,
+    answer_of_vllm,
+    body_of,
+    decoded,
+    events,
+    freed,
     relayed,
-    reserved,
-    streams,
-    tokens,
+    said,
 )
 from tests.kit.valkey import eventually
-
-CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
-TEXT = " Paris. The river is the Seine."
-FIRST, *REST = ids_of(TEXT)
-END = end_id()
-
-
-def answer_of_vllm(first: int = FIRST, finish: str = "length", **over: Any) -> bytes:
-    answer = prefill_answer(first, **over)
-    answer["choices"][0]["finish_reason"] = finish
-    return json.dumps(answer).encode()
-
-
-def decoded(ids: Sequence[int], start: int = 1, finish: Any = pb.Tokens.STOP) -> list[Step]:
-    """One message for each id; the last one says how the answer ends."""
-    return [tokens(start + n, token, finish=finish if n == len(ids) - 1 else pb.Tokens.NONE) for n, token in enumerate(ids)]
-
-
-async def body_of(served: Relayed, answer: bytes) -> bytes:
-    got = await served.relay.answer(answer)
-    return b"".join([chunk async for chunk in got.chunks])
-
-
-def events(body: bytes) -> list[Any]:
-    return [event if event == b"[DONE]" else json.loads(event) for event in EventReader().feed(body)]
-
-
-def said(body: bytes) -> tuple[str, str | None]:
-    """Text and finish reason, of a stream or of one object."""
-    if body.startswith(b"data:"):
-        choices = [event["choices"][0] for event in events(body) if event != b"[DONE]" and event.get("choices")]
-        text = "".join(choice["delta"].get("content") or "" for choice in choices)
-        return text, choices[-1]["finish_reason"]
-    choice = json.loads(body)["choices"][0]
-    return choice["message"]["content"], choice["finish_reason"]
-
-
-async def freed(served: Relayed) -> None:
-    await asyncio.wait_for(served.daemon.cancelled.wait(), 1)
-
 
 BOTH = pytest.mark.parametrize("stream", [True, False])
 
 
 @BOTH
-async def test_token_one_comes_from_vllm_and_the_rest_from_the_daemon(vllm: ScriptedVllm, stream: bool) -> None:
-    async with relayed([landed(FIRST), *decoded([*REST, END])], vllm, stream=stream, max_tokens=99) as served:
-        got = await served.relay.answer(answer_of_vllm())
+@pytest.mark.parametrize("endpoint", Endpoint)
+async def test_token_one_comes_from_vllm_and_the_rest_from_the_daemon(
+    vllm: ScriptedVllm, endpoint: Endpoint, stream: bool
+) -> None:
+    script = [landed(FIRST), *decoded([*REST, END])]
+    async with relayed(script, vllm, endpoint=endpoint, stream=stream, max_tokens=99) as served:
+        got = await served.relay.answer(answer_of_vllm(endpoint=endpoint))
         assert got.status == 200
         assert got.headers["content-type"].startswith("text/event-stream" if stream else "application/json")
         assert "prefill;dur=" in got.headers["server-timing"]
@@ -104,6 +65,53 @@ async def test_token_one_does_not_wait_for_the_daemon(vllm: ScriptedVllm) -> Non
 
 
 @BOTH
+async def test_logprobs_of_the_first_token_are_vllms_and_the_others_the_daemons(vllm: ScriptedVllm, stream: bool) -> None:
+    script = [landed(FIRST), tokens(1, REST[0], END, finish=pb.Tokens.STOP, logprobs=[logprob(-0.25), logprob(-2.0)])]
+    async with relayed(script, vllm, stream=stream, logprobs=True, top_logprobs=1) as served:
+        body = await body_of(served, told_with_logprobs(-0.5))
+    assert [entry["logprob"] for entry in content_logprobs(body)] == [-0.5, -0.25, -2.0]
+    assert [len(entry["top_logprobs"]) for entry in content_logprobs(body)] == [1, 1, 1]
+
+
+def logprob(value: float) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(logprob=value, top_ids=[7], top_logprobs=[-0.125])
+
+
+def told_with_logprobs(value: float) -> bytes:
+    answer = json.loads(answer_of_vllm())
+    entry = {"token": f"token_id:{FIRST}", "logprob": value, "bytes": None}
+    answer["choices"][0]["logprobs"] = {"content": [{**entry, "top_logprobs": [entry]}]}
+    return json.dumps(answer).encode()
+
+
+def content_logprobs(body: bytes) -> list[Any]:
+    parts = [json.loads(body)] if body.startswith(b"{") else [event for event in events(body) if event != b"[DONE]"]
+    return [entry for part in parts for entry in ((part["choices"] or [{}])[0].get("logprobs") or {}).get("content", ())]
+
+
+async def test_a_first_token_without_the_logprobs_that_were_asked_for_is_not_gone_on_from(vllm: ScriptedVllm) -> None:
+    vllm.answers[CHAT] = answers(b"vLLM's own")
+    async with relayed(["hang"], vllm, logprobs=True) as served:
+        assert await body_of(served, answer_of_vllm()) == b"vLLM's own"
+        assert served.value("anchorleg_resumed_total", reason="no_handoff", way="whole") == 1
+
+
+@BOTH
+async def test_where_vllm_is_configured_otherwise_it_answers_itself_and_the_next_requests_know(
+    vllm: ScriptedVllm, stream: bool
+) -> None:
+    vllm.answers[CHAT] = answers(b"vLLM's own")
+    async with relayed(["hang"], vllm, stream=stream) as served:
+        otherwise = answer_of_vllm(kv_transfer_params=handed_over(FIRST, defaults={"temperature": 0.6}))
+        assert await body_of(served, otherwise) == b"vLLM's own"
+        assert served.relay.outcome == "resumed"
+        assert served.value("anchorleg_resumed_total", reason="vllm_configured_otherwise", way="whole") == 1
+        await freed(served)
+        prefill = served.prefill
+        assert "temperature" in str(served.parts.servings.why_not(prefill.plan, prefill.original, prefill.card))
+
+
+@BOTH
 async def test_a_first_token_that_ends_the_answer_needs_no_decode(vllm: ScriptedVllm, stream: bool) -> None:
     async with relayed(["hang"], vllm, stream=stream) as served:
         body = await body_of(served, answer_of_vllm(END, "stop"))
@@ -125,6 +133,17 @@ async def test_a_prompt_that_fills_the_context_leaves_room_for_one_token(vllm: S
         assert said(await body_of(served, answer_of_vllm()))[1] == "length"
 
 
+@pytest.mark.parametrize("ending", [{"stop": [" "]}, {"max_tokens": 1}])
+async def test_an_answer_that_the_first_token_ends_holds_no_slot_while_its_client_reads(
+    vllm: ScriptedVllm, ending: dict[str, Any]
+) -> None:
+    async with relayed(["hang"], vllm, stream=True, **ending) as served:
+        got = await served.relay.answer(answer_of_vllm())
+        await anext(got.chunks)
+        await freed(served)
+        await got.chunks.aclose()
+
+
 @BOTH
 async def test_a_stop_string_over_the_handoff_ends_answer_and_decode(vllm: ScriptedVllm, stream: bool) -> None:
     script = [landed(FIRST), *decoded(REST, finish=pb.Tokens.NONE), "hang"]
@@ -135,138 +154,26 @@ async def test_a_stop_string_over_the_handoff_ends_answer_and_decode(vllm: Scrip
         assert served.relay.outcome == "completed"
 
 
-SO_FAR = [FIRST, *REST[:3]]
-"""Tokens sent before a daemon fails in mid-stream."""
-
-MID_STREAM = [landed(FIRST), *decoded(REST[:3], finish=pb.Tokens.NONE)]
-FAILURES: dict[str, tuple[list[Step], list[int], str]] = {
-    "refuses_before_landing": ([failed("handoff_failed")], [FIRST], "handoff_failed"),
-    "dies_before_landing": (["die"], [FIRST], "unreachable"),
-    "ends_before_landing": ([], [FIRST], "ended"),
-    "never_lands": (["hang"], [FIRST], "stalled"),
-    "lands_another_token": ([landed(FIRST + 1), "hang"], [FIRST], "protocol"),
-    "lands_another_prompt": ([landed(FIRST, PROMPT[1:]), "hang"], [FIRST], "protocol"),
-    "skips_landing": ([tokens(1, REST[0]), "hang"], [FIRST], "protocol"),
-    "says_reserved_twice": ([reserved(), "hang"], [FIRST], "protocol"),
-    "dies_before_token_two": ([landed(FIRST), "die"], [FIRST], "unreachable"),
-    "stalls_before_token_two": ([landed(FIRST), "hang"], [FIRST], "stalled"),
-    "dies_in_mid_stream": ([*MID_STREAM, "die"], SO_FAR, "unreachable"),
-    "ends_in_mid_stream": (MID_STREAM, SO_FAR, "ended"),
-    "fails_in_mid_stream": ([*MID_STREAM, failed("engine_failed")], SO_FAR, "engine_failed"),
-    "stalls_in_mid_stream": ([*MID_STREAM, "hang"], SO_FAR, "stalled"),
-    "repeats_a_position": ([*MID_STREAM, tokens(3, REST[2]), "hang"], SO_FAR, "protocol"),
-    "skips_a_position": ([*MID_STREAM, tokens(5, REST[4]), "hang"], SO_FAR, "protocol"),
-    "lands_again": ([*MID_STREAM, landed(FIRST), "hang"], SO_FAR, "protocol"),
-    "says_nothing_known": ([*MID_STREAM, pb.DecodeEvent(), "hang"], SO_FAR, "protocol"),
-    "finishes_in_an_unknown_way": ([*MID_STREAM, tokens(4, REST[3], finish=7), "hang"], SO_FAR, "protocol"),
-    "sends_no_tokens": ([*MID_STREAM, tokens(4), "hang"], SO_FAR, "protocol"),
-}
-
-
-@BOTH
-@pytest.mark.parametrize(("script", "so_far", "reason"), FAILURES.values(), ids=FAILURES.keys())
-async def test_vllm_goes_on_where_the_daemon_stopped(
-    vllm: ScriptedVllm, stream: bool, script: list[Step], so_far: list[int], reason: str
-) -> None:
-    left = [FIRST, *REST][len(so_far) :]
-    vllm.answers[TOKENIZE] = answers({"tokens": list(PROMPT)})
-    vllm.answers[COMPLETIONS] = streams(completion(left[:1]), completion([*left[1:], END], "stop"))
-    async with relayed(script, vllm, stream=stream, max_tokens=50, seed=7, stream_options=None) as served:
-        body = await body_of(served, answer_of_vllm())
-        assert said(body) == (TEXT, "stop")
-        resume = vllm.asked[-1]
-        assert resume.path == COMPLETIONS
-        assert resume.headers["authorization"] == "Bearer client"
-        assert resume.json()["prompt"] == [*PROMPT, *so_far]
-        assert resume.json()["max_tokens"] == 50 - len(so_far)
-        assert resume.json()["seed"] == 7 + len(so_far)
-        assert served.relay.outcome == "resumed"
-        assert served.value("anchorleg_resumed_total", reason=reason) == 1
-        assert served.value("anchorleg_tokens_total") == len(REST) + 2
-        if "hang" in script:
-            await freed(served)
-    landed_well = script[:1] == [landed(FIRST)]
-    assert vllm.paths() == ([] if landed_well else [TOKENIZE]) + [COMPLETIONS]
-
-
-async def test_usage_of_a_resumed_answer_adds_up(vllm: ScriptedVllm) -> None:
-    vllm.answers[COMPLETIONS] = streams(completion([*REST[3:]], "length"))
-    async with relayed([*MID_STREAM, "die"], vllm, max_tokens=len(REST) + 1) as served:
-        usage = json.loads(await body_of(served, answer_of_vllm()))["usage"]
-        assert usage["prompt_tokens"] == len(PROMPT)
-        assert usage["completion_tokens"] == len(REST) + 1
-        assert usage["total_tokens"] == len(PROMPT) + len(REST) + 1
-
-
-async def test_a_daemon_that_dies_after_its_last_token_needs_nobody_to_go_on(vllm: ScriptedVllm) -> None:
-    async with relayed([*MID_STREAM, "die"], vllm, max_tokens=4) as served:
-        assert said(await body_of(served, answer_of_vllm()))[1] == "length"
-        assert vllm.asked == []
-
-
-async def test_a_stop_string_may_begin_at_the_daemon_and_end_at_vllm(vllm: ScriptedVllm) -> None:
-    vllm.answers[COMPLETIONS] = streams(completion(REST[3:]), then="hang")
-    text_so_far = bpe_tokenizer().decode(SO_FAR)
-    stop = text_so_far[-2:] + TEXT[len(text_so_far) :][:2]
-    async with relayed([*MID_STREAM, "die"], vllm, stream=True, stop=[stop]) as served:
-        assert said(await body_of(served, answer_of_vllm())) == (text_so_far[:-2], "stop")
-    await asyncio.wait_for(vllm.left.wait(), 1)
-
-
-LOST = {
-    "refused": {COMPLETIONS: answers({}, 500)},
-    "breaks_off": {COMPLETIONS: streams(completion(REST[3:4]), then="die")},
-    "stalls": {COMPLETIONS: hangs},
-    "aborted": {COMPLETIONS: streams(completion([], "abort"))},
-}
-
-
-@pytest.mark.parametrize("handlers", LOST.values(), ids=LOST.keys())
-async def test_what_nobody_goes_on_with_ends_a_stream_with_an_error_and_no_done(vllm: ScriptedVllm, handlers: Any) -> None:
-    vllm.answers = handlers
-    async with relayed([*MID_STREAM, "die"], vllm, stream=True) as served:
-        *shown, last = events(await body_of(served, answer_of_vllm()))
-        assert last["error"]["code"] == "decode_lost"
-        assert b"[DONE]" not in shown
-        assert all(event["choices"][0]["finish_reason"] is None for event in shown)
-        assert served.relay.outcome == "failed"
-
-
-@pytest.mark.parametrize("handlers", LOST.values(), ids=LOST.keys())
-async def test_what_nobody_goes_on_with_is_a_502_where_nothing_was_sent(vllm: ScriptedVllm, handlers: Any) -> None:
-    vllm.answers = handlers
-    async with relayed([*MID_STREAM, "die"], vllm) as served:
-        with pytest.raises(UpstreamFailed) as caught:
-            await served.relay.answer(answer_of_vllm())
-        assert (caught.value.status, caught.value.code) == (502, "decode_lost")
-        assert served.relay.outcome == "failed"
-
-
-@pytest.mark.parametrize("tokenized", [answers({}, 400), answers({"tokens": [1, 2]}), answers({}, 503)])
-async def test_a_prompt_that_cannot_be_had_again_as_it_was_is_not_gone_on_with(vllm: ScriptedVllm, tokenized: Any) -> None:
-    vllm.answers[TOKENIZE] = tokenized
-    async with relayed(["die"], vllm) as served:
-        with pytest.raises(UpstreamFailed):
-            await served.relay.answer(answer_of_vllm())
-    assert COMPLETIONS not in vllm.paths()
-
-
-async def test_a_prompt_that_reads_otherwise_the_second_time_is_not_gone_on_with(vllm: ScriptedVllm) -> None:
-    vllm.answers[TOKENIZE] = answers({"tokens": [*PROMPT[:-1], PROMPT[-1] + 1]})
-    async with relayed(["die"], vllm) as served:
-        with pytest.raises(UpstreamFailed):
-            await served.relay.answer(answer_of_vllm())
-    assert COMPLETIONS not in vllm.paths()
+def told(**over: Any) -> bytes:
+    """vLLM's answer with something else in what its connector tells; None leaves a member out."""
+    params = handed_over(FIRST)
+    params["anchorleg"] = {key: value for key, value in (params["anchorleg"] | over).items() if value is not None}
+    return answer_of_vllm(kv_transfer_params=params)
 
 
 UNUSABLE = {
     "no_params": answer_of_vllm(kv_transfer_params=None),
     "other_params": answer_of_vllm(kv_transfer_params={"remote": 1}),
-    "no_token": answer_of_vllm(kv_transfer_params={"anchorleg": {"prompt_tail": []}}),
-    "negative_token": answer_of_vllm(kv_transfer_params={"anchorleg": {"first_token": -1, "prompt_tail": []}}),
-    "endless_token": answer_of_vllm(kv_transfer_params={"anchorleg": {"first_token": float("inf"), "prompt_tail": []}}),
-    "text_token": answer_of_vllm(kv_transfer_params={"anchorleg": {"first_token": "5", "prompt_tail": []}}),
-    "odd_tail": answer_of_vllm(kv_transfer_params={"anchorleg": {"first_token": 5, "prompt_tail": None}}),
+    "odd_params": answer_of_vllm(kv_transfer_params={"anchorleg": "yes"}),
+    "no_token": told(first_token=None),
+    "negative_token": told(first_token=-1),
+    "endless_token": told(first_token=float("inf")),
+    "text_token": told(first_token="5"),
+    "no_tail": told(prompt_tail=None),
+    "odd_tail": told(prompt_tail=[None]),
+    "no_serving": told(serving=None),
+    "empty_serving": told(serving={}),
+    "odd_serving": told(serving={"defaults": 1}),
     "aborted": answer_of_vllm(finish="abort"),
     "empty": b"",
     "no_json": b"<html>",
@@ -291,7 +198,7 @@ async def test_without_a_handoff_the_original_request_is_replayed_byte_for_byte(
         assert asked.body == raw
         assert asked.headers["authorization"] == "Bearer client"
         assert served.relay.outcome == "resumed"
-        assert served.value("anchorleg_resumed_total", reason="no_handoff") == 1
+        assert served.value("anchorleg_resumed_total", reason="no_handoff", way="whole") == 1
         await freed(served)
 
 
@@ -349,16 +256,6 @@ async def test_a_relay_that_never_began_frees_the_slot(vllm: ScriptedVllm) -> No
         await served.relay.aclose()
         await served.relay.aclose()
         await freed(served)
-
-
-async def test_a_resumed_answer_that_nobody_reads_any_more_stops_at_vllm(vllm: ScriptedVllm) -> None:
-    vllm.answers[COMPLETIONS] = streams(completion(REST[3:4]), then="hang")
-    async with relayed([*MID_STREAM, "die"], vllm, stream=True) as served:
-        got = await served.relay.answer(answer_of_vllm())
-        while COMPLETIONS not in vllm.paths():
-            await anext(got.chunks)
-        await got.chunks.aclose()
-        await asyncio.wait_for(vllm.left.wait(), 1)
 
 
 async def test_another_status_is_not_taken_and_frees_the_slot(vllm: ScriptedVllm) -> None:

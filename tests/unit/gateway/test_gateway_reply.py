@@ -1,7 +1,7 @@
-"""The client's answer, judged by the openai client's types and by vLLM's own serialisation."""
+"""The client's chat answer, judged by the openai client's types and by vLLM's own classes."""
 
 import json
-from types import SimpleNamespace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,169 +9,232 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from gateway.endpoints import Endpoint
 from gateway.errors import UpstreamFailed
-from gateway.reply import AnswerState, JsonWriter, PrefillAnswer, StreamWriter, read_prefill_answer
-from gateway.sse import EventReader
-from gateway.text import Detokenizer
-from tests.kit.gateway import PROMPT, bpe_tokenizer, end_id, ids_of, prefill_answer
+from gateway.reply import AnswerState, PrefillAnswer, json_writer, read_prefill_answer, stream_writer
+from gateway.tokens import Batch, TokenLogprobs
+from tests.kit.gateway import ids_of
+from tests.kit.lane_replies import (
+    Lane,
+    cut,
+    lane_of,
+    lane_stream,
+    lane_whole,
+    one_by_one,
+    plan_of,
+    prefill_leg,
+    whole_batch,
+)
+from tests.kit.scripts import Script, byte_tokenizer, card_of, id_of
+from tests.kit.vllm_replies import parsed, untimed, vllm_stream, vllm_whole
 
 TEXT = 'He said "née\n🙂", and left.\u2028\\'
-FIRST, *REST = ids_of(TEXT)
+IDS = tuple(ids_of(TEXT))
+END, TURN = id_of(byte_tokenizer(), "<end>"), id_of(byte_tokenizer(), "<turn>")
+OTHERS = tuple(zip(ids_of("@#"), (-(2.0**-15), -0.125), strict=True))
+LOGPROBS = tuple(TokenLogprobs(-0.25 * index, OTHERS) for index in range(len(IDS) + 1))
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+CONTINUOUS: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
-def prefill(**over: Any) -> PrefillAnswer:
-    return read_prefill_answer(json.dumps(prefill_answer(FIRST, **over)).encode())
+def script(ending: int | None = END, **over: Any) -> Script:
+    """The text, and how a model ends it; None: it would go on."""
+    ids = IDS if ending is None else (*IDS, ending)
+    return Script(**{"ids": ids, "logprobs": LOGPROBS[: len(ids)], **over})
 
 
-def state(stop: tuple[str, ...] = ()) -> AnswerState:
-    return AnswerState(Detokenizer(bpe_tokenizer(), PROMPT, stop))
+def fields_of(told: Script, **fields: Any) -> dict[str, Any]:
+    return {"max_tokens": len(told.ids), **fields}
 
 
-def events(stream: bytes) -> list[bytes]:
-    return EventReader().feed(stream)
-
-
-def stream(finish: str = "length", *, include_usage: bool = False, stop: tuple[str, ...] = (), **over: Any) -> list[bytes]:
+def stream(told: Script | None = None, **fields: Any) -> list[Any]:
     """All events of an answer in three batches."""
-    writer = StreamWriter(prefill(**over), state(stop), include_usage=include_usage)
-    ending = [end_id()] if finish == "stop" else REST[-1:]
-    middle = REST if finish == "stop" else REST[:-1]
-    parts = [
-        writer.begin(),
-        writer.write([FIRST], None),
-        writer.write(middle, None),
-        writer.write(ending, finish),
-        writer.end(),
-    ]
-    return events(b"".join(parts))
+    told = told or script()
+    lane = lane_of(Endpoint.CHAT, fields_of(told, **fields), told)
+    return lane_stream(lane, cut(whole_batch(told, lane.plan), (1, len(IDS))))
 
 
-def chunks(all_events: list[bytes]) -> list[ChatCompletionChunk]:
-    return [ChatCompletionChunk.model_validate_json(event) for event in all_events if event != b"[DONE]"]
+def whole(told: Script | None = None, **fields: Any) -> Any:
+    told = told or script()
+    lane = lane_of(Endpoint.CHAT, fields_of(told, **fields), told)
+    return lane_whole(lane, cut(whole_batch(told, lane.plan), (1, len(IDS))))
 
 
-@pytest.mark.parametrize("finish", ["stop", "length"])
-@pytest.mark.parametrize("include_usage", [True, False])
-def test_a_stream_is_one_answer(finish: str, include_usage: bool) -> None:
-    sent = stream(finish, include_usage=include_usage)
-    parsed = chunks(sent)
-    assert sent.count(b"[DONE]") == 1
-    assert sent[-1] == b"[DONE]"
-    assert {(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in parsed} == {
-        ("chatcmpl-1", 1_700_000_000, "tiny", "chat.completion.chunk")
-    }
-    deltas = [chunk.choices[0] for chunk in parsed if chunk.choices]
-    assert [delta.delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
-    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [finish]
-    assert "".join(delta.delta.content or "" for delta in deltas) == TEXT
+def typed(events: list[Any]) -> list[ChatCompletionChunk]:
+    return [ChatCompletionChunk.model_validate(event) for event in events if event != "[DONE]"]
 
 
-def test_every_chunk_names_finish_reason() -> None:
-    for event in stream()[:-1]:
-        assert "finish_reason" in json.loads(event)["choices"][0]
+@pytest.mark.parametrize(("ending", "finish"), [(END, "stop"), (None, "length")])
+@pytest.mark.parametrize("options", [{}, USAGE, CONTINUOUS])
+def test_a_stream_is_one_answer(ending: int | None, finish: str, options: dict[str, Any]) -> None:
+    sent = stream(script(ending), **options)
+    chunks = typed(sent)
+    assert sent.count("[DONE]") == 1
+    assert sent[-1] == "[DONE]"
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert [choice.delta.role for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [finish]
+    assert "".join(choice.delta.content or "" for choice in choices) == TEXT
 
 
-@pytest.mark.parametrize("finish", ["stop", "length"])
-def test_usage_comes_once_without_choices_before_done_and_counts_the_handoff_token(finish: str) -> None:
-    *others, last = chunks(stream(finish, include_usage=True))
+def test_id_created_model_and_fingerprint_are_those_of_vllms_answer_to_the_prefill_leg() -> None:
+    leg = prefill_leg(Endpoint.CHAT, {}, script()) | {"id": "chatcmpl-7", "created": 1_700_000_000, "model": "other"}
+    lane = lane_from(leg)
+    first, *_, last, _ = lane_stream(lane, one_by_one(whole_batch(script(), lane.plan)))
+    for chunk in (first, last):
+        assert (chunk["id"], chunk["created"], chunk["model"]) == ("chatcmpl-7", 1_700_000_000, "other")
+    assert last["system_fingerprint"] == "fp-1"
+
+
+def lane_from(leg: Any, **fields: Any) -> Lane:
+    """The lane with an answer to the prefill leg that need not be vLLM's."""
+    plan = plan_of(Endpoint.CHAT, fields)
+    prefill = read_prefill_answer(Endpoint.CHAT, json.dumps(leg).encode())
+    return Lane(plan, prefill, AnswerState(card_of(byte_tokenizer()), plan, script().prompt))
+
+
+@pytest.mark.parametrize(("ending", "finish"), [(END, "stop"), (None, "length")])
+def test_usage_comes_once_without_choices_before_done_and_counts_the_handoff_token(ending: int | None, finish: str) -> None:
+    *others, last = typed(stream(script(ending), **USAGE))
     assert all(chunk.usage is None for chunk in others)
     assert last.choices == []
     assert last.usage is not None
-    tokens = 1 + len(REST) + (finish == "stop")
-    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(PROMPT), tokens)
-    assert last.usage.total_tokens == len(PROMPT) + tokens
+    tokens, prompt = len(script(ending).ids), len(script().prompt)
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (prompt, tokens)
+    assert last.usage.total_tokens == prompt + tokens
     assert last.usage.prompt_tokens_details is not None
-    assert last.usage.prompt_tokens_details.cached_tokens == 16
+    assert last.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_no_usage_unless_asked_for() -> None:
-    assert all("usage" not in json.loads(event) for event in stream()[:-1])
+    assert all("usage" not in event for event in stream()[:-1])
+    assert all("usage" not in event for event in stream(stream_options={"include_usage": False})[:-1])
 
 
-def test_a_stop_string_ends_the_stream_and_is_named() -> None:
-    writer = StreamWriter(prefill(), state(("née",)), include_usage=False)
-    sent = events(writer.begin() + writer.write([FIRST, *REST], None) + writer.end())
-    final = json.loads(sent[-2])["choices"][0]
-    assert (final["finish_reason"], final["stop_reason"]) == ("stop", "née")
-    assert final["delta"]["content"] == 'He said "'
+def test_usage_in_every_chunk_counts_the_tokens_so_far() -> None:
+    counts = [event["usage"]["completion_tokens"] for event in stream(**CONTINUOUS)[:-1]]
+    assert counts == [0, 1, len(IDS), len(IDS) + 1, len(IDS) + 1]
 
 
-@pytest.mark.parametrize("fingerprint", [None, "fp-1"])
-@pytest.mark.parametrize("include_usage", [True, False])
-@pytest.mark.parametrize("role", ["assistant", "user"])
-def test_chunks_are_those_that_vllm_writes(
-    oracle: SimpleNamespace, fingerprint: str | None, include_usage: bool, role: str
+COMBINATIONS = list(
+    product(
+        [{}, USAGE, CONTINUOUS],
+        [{}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}],
+        [{}, {"return_token_ids": True}],
+        [{}, {"stop": "née"}, {"stop": ["left", "zzzz"], "include_stop_str_in_output": True}],
+    )
+)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda parts: str({k: v for part in parts for k, v in part.items()}))
+def test_every_combination_is_written_as_vllm_writes_it(combination: tuple[dict[str, Any], ...]) -> None:
+    fields = {name: value for part in combination for name, value in part.items()}
+    for told in (script(), script(None, fingerprint=None), script(TURN)):
+        told = told if fields.get("logprobs") else Script(told.ids, fingerprint=told.fingerprint)
+        told = script_for(told, fields)
+        asked = fields_of(told, **fields)
+        lane = lane_of(Endpoint.CHAT, asked, told)
+        sent = lane_stream(lane, one_by_one(whole_batch(told, lane.plan)))
+        assert listed(sent) == listed(vllm_stream(Endpoint.CHAT, asked, told))
+        asked.pop("stream_options", None)
+        lane = lane_of(Endpoint.CHAT, asked, told)
+        answer = lane_whole(lane, one_by_one(whole_batch(told, lane.plan)))
+        assert listed(answer) == listed(vllm_whole(Endpoint.CHAT, asked, told))
+
+
+def script_for(told: Script, fields: dict[str, Any]) -> Script:
+    """With as many alternatives as the fields ask for."""
+    count = fields.get("top_logprobs", 0)
+    logprobs = tuple(TokenLogprobs(each.logprob, each.top[:count]) for each in told.logprobs)
+    return Script(told.ids, logprobs, fingerprint=told.fingerprint)
+
+
+def listed(value: Any) -> str:
+    """As JSON: nulls, order and all."""
+    return json.dumps(untimed(value), indent=1)
+
+
+def test_a_whole_answer_is_one_that_the_openai_client_reads() -> None:
+    parsed_answer = ChatCompletion.model_validate(whole(logprobs=True, top_logprobs=2))
+    (choice,) = parsed_answer.choices
+    assert choice.message.content == TEXT
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert len(choice.logprobs.content or ()) == len(IDS) + 1
+
+
+def test_the_client_sees_nothing_of_the_handoff() -> None:
+    assert prefill_leg(Endpoint.CHAT, {}, script())["kv_transfer_params"] is not None
+    assert whole()["kv_transfer_params"] is None
+    assert all("kv_transfer_params" not in event for event in stream()[:-1])
+
+
+def test_what_else_vllm_says_in_its_answer_is_passed_on() -> None:
+    leg = prefill_leg(Endpoint.CHAT, {}, script()) | {"new": {"field": [1, None]}}
+    leg["choices"][0]["new"] = leg["choices"][0]["message"]["new"] = leg["usage"]["new"] = 1
+    lane = lane_from(leg)
+    answer = lane_whole(lane, one_by_one(whole_batch(script(), lane.plan)))
+    assert answer["new"] == {"field": [1, None]}
+    assert [answer["choices"][0]["new"], answer["choices"][0]["message"]["new"], answer["usage"]["new"]] == [1, 1, 1]
+
+
+def test_token_ids_are_shown_only_where_they_are_asked_for() -> None:
+    # The gateway may have asked the prefill leg for them all the same.
+    leg = prefill_leg(Endpoint.CHAT, {"return_token_ids": True}, script())
+    lane = lane_from(leg)
+    answer = lane_whole(lane, one_by_one(whole_batch(script(), lane.plan)))
+    assert (answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) == (None, None)
+
+
+def test_the_prompts_text_is_in_the_first_chunk_where_it_is_asked_for() -> None:
+    first, second, *_ = stream(return_prompt_text=True)
+    assert first["prompt_text"] == script().prompt_text
+    assert "prompt_text" not in second
+    assert stream()[0]["prompt_text"] is None
+
+
+@pytest.mark.parametrize(
+    ("ending", "fields", "reason"),
+    [
+        (END, {}, None),
+        (TURN, {}, TURN),
+        (TURN, {"stop_token_ids": [TURN]}, TURN),
+        (END, {"stop_token_ids": [END]}, None),
+        (END, {"stop_token_ids": [END], "ignore_eos": True}, END),
+        (TURN, {"stop_token_ids": [TURN], "ignore_eos": True}, TURN),
+    ],
+)
+def test_a_stop_id_is_named_unless_it_is_the_tokenizers_own_end(
+    ending: int, fields: dict[str, Any], reason: int | None
 ) -> None:
-    answer = prefill_answer(FIRST, system_fingerprint=fingerprint)
-    answer["choices"][0]["message"]["role"] = role
-    writer = StreamWriter(read_prefill_answer(json.dumps(answer).encode()), state(), include_usage=include_usage)
-    sent = writer.begin() + writer.write([FIRST, *REST], None) + writer.write([end_id()], "stop") + writer.end()
-    types = oracle.chat
-    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1_700_000_000, "model": "tiny"}
-
-    def choice(**fields: Any) -> Any:
-        return types.ChatCompletionResponseStreamChoice(index=0, logprobs=None, **fields)
-
-    said = types.DeltaMessage(content=TEXT)
-    finish = {} if include_usage or fingerprint is None else {"system_fingerprint": fingerprint}
-    expected = [
-        types.ChatCompletionStreamResponse(
-            **head,
-            choices=[choice(delta=types.DeltaMessage(role=role, content=""), finish_reason=None)],
-            prompt_token_ids=None,
-        ),
-        types.ChatCompletionStreamResponse(**head, choices=[choice(delta=said, finish_reason=None, token_ids=None)]),
-        types.ChatCompletionStreamResponse(
-            **head,
-            **finish,
-            choices=[choice(delta=types.DeltaMessage(content=""), finish_reason="stop", stop_reason=None, token_ids=None)],
-        ),
-    ]
-    dumped = [json.loads(chunk.model_dump_json(exclude_unset=True)) for chunk in expected]
-    if include_usage:
-        count = {"prompt_tokens": len(PROMPT), "completion_tokens": len(REST) + 2, "total_tokens": len(PROMPT) + len(REST) + 2}
-        usage = types.UsageInfo(**count, prompt_tokens_details={"cached_tokens": 16})
-        last = types.ChatCompletionStreamResponse(**head, choices=[], usage=usage, system_fingerprint=fingerprint)
-        dumped.append(json.loads(last.model_dump_json(exclude_unset=True, exclude_none=True)))
-    assert [json.loads(event) for event in events(sent)[:-1]] == dumped
+    answer = whole(script(ending), **fields)
+    assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == ("stop", reason)
+    assert untimed(answer) == untimed(vllm_whole(Endpoint.CHAT, fields_of(script(ending), **fields), script(ending)))
 
 
-def whole(finish: str = "length", stop: tuple[str, ...] = (), **over: Any) -> dict[str, Any]:
-    writer = JsonWriter(prefill(**over), state(stop))
-    writer.add([FIRST], None)
-    writer.add([*REST, end_id()] if finish == "stop" else REST, finish)
-    answer: dict[str, Any] = json.loads(writer.end())
-    return answer
+def test_a_first_token_that_ends_the_answer_is_the_whole_of_it() -> None:
+    told = Script((END,))
+    lane = lane_of(Endpoint.CHAT, {}, told)
+    assert lane.prefill.finished
+    sent = lane_stream(lane, [Batch((END,), "stop")])
+    assert listed(sent) == listed(vllm_stream(Endpoint.CHAT, {}, told))
 
 
-@pytest.mark.parametrize("finish", ["stop", "length"])
-def test_a_whole_answer_is_vllms_own_with_the_whole_text(oracle: SimpleNamespace, finish: str) -> None:
-    answer = whole(finish)
-    parsed = ChatCompletion.model_validate(answer)
-    oracle.chat.ChatCompletionResponse.model_validate(answer)
-    assert parsed.choices[0].message.content == TEXT
-    assert parsed.choices[0].finish_reason == finish
-    tokens = 1 + len(REST) + (finish == "stop")
-    expected = prefill_answer(FIRST, kv_transfer_params=None)
-    expected["choices"][0]["message"]["content"] = TEXT
-    expected["choices"][0]["finish_reason"] = finish
-    expected["usage"] |= {"completion_tokens": tokens, "total_tokens": len(PROMPT) + tokens}
-    assert answer == expected
-
-
-def test_a_stop_string_ends_a_whole_answer() -> None:
-    answer = whole(stop=("née",))
+def test_a_stop_string_wins_over_the_limit_at_the_same_token() -> None:
+    ids = tuple(ids_of("stop here"))
+    answer = whole(Script(ids), stop="here")
     choice = answer["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ('He said "', "stop", "née")
+    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("stop ", "stop", "here")
 
 
 def test_an_error_in_mid_stream_is_one_event_and_no_done_follows() -> None:
-    writer = StreamWriter(prefill(), state(), include_usage=True)
+    lane = lane_of(Endpoint.CHAT, {}, script())
+    writer = stream_writer(lane.plan, lane.prefill, lane.state)
     message = 'Traceback:\n  File "x"\r\n\n\ndata: [DONE]\n\n🙂'
-    sent = events(writer.begin() + writer.write([FIRST], None) + writer.fail(UpstreamFailed(message, code="decode_lost")))
+    sent = parsed(writer.begin() + writer.write(Batch(IDS[:1])) + writer.fail(UpstreamFailed(message, code="decode_lost")))
     assert len(sent) == 3
-    error = json.loads(sent[-1])["error"]
-    assert error == {"message": message, "type": "upstream_error", "param": None, "code": "decode_lost"}
+    assert sent[-1]["error"] == {"message": message, "type": "upstream_error", "param": None, "code": "decode_lost"}
 
 
 @given(st.text(), st.text())
@@ -182,6 +245,29 @@ def test_any_error_is_one_line(message: str, code: str) -> None:
     assert json.loads(error.body())["error"]["message"] == message
 
 
+def test_the_requests_times_are_told_where_vllm_tells_them() -> None:
+    told = {
+        "time_to_first_token_ms": 40.0,
+        "generation_time_ms": 0.0,
+        "queue_time_ms": 2.0,
+        "mean_itl_ms": None,
+        "tokens_per_second": 25.0,
+        "speculative_decoding": None,
+    }
+    leg = prefill_leg(Endpoint.CHAT, {}, script()) | {"metrics": told}
+    lane = lane_from(leg, **USAGE)
+    usage = lane_stream(lane, one_by_one(whole_batch(script(), lane.plan)))[-2]
+    metrics = usage["metrics"]
+    assert metrics["generation_time_ms"] > 0
+    assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / len(IDS))
+    seconds = (40.0 + metrics["generation_time_ms"]) / 1000
+    assert metrics["tokens_per_second"] == pytest.approx((len(IDS) + 1) / seconds)
+    assert (metrics["time_to_first_token_ms"], metrics["queue_time_ms"]) == (40.0, 2.0)
+    lane = lane_from(leg)
+    answer = lane_whole(lane, [Batch((END,), "stop")])
+    assert answer["metrics"] == {**told, "tokens_per_second": 25.0}, "one token: all of its times are vLLM's"
+
+
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([1])),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
@@ -189,45 +275,50 @@ JSON = st.recursive(
 )
 
 
-def readable(body: bytes) -> bool:
+def readable(body: bytes) -> PrefillAnswer | None:
     """Fails the test on any other exception than ValueError."""
     try:
-        read_prefill_answer(body)
+        return read_prefill_answer(Endpoint.CHAT, body)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 @given(st.binary(max_size=40))
 def test_bytes_that_are_no_answer_are_refused(body: bytes) -> None:
-    assert not readable(body)
+    assert readable(body) is None
 
 
 @given(JSON)
 def test_json_that_is_no_answer_is_refused(value: Any) -> None:
-    assert not readable(json.dumps(value).encode())
+    assert readable(json.dumps(value).encode()) is None
 
 
 PLACES: list[tuple[Any, ...]] = [
     *(("id",), ("created",), ("model",), ("choices",), ("usage",), ("kv_transfer_params",), ("system_fingerprint",)),
+    *(("prompt_token_ids",), ("prompt_text",), ("metrics",), ("usage", "prompt_tokens")),
     *(("choices", 0), ("choices", 0, "message"), ("choices", 0, "finish_reason"), ("choices", 0, "message", "role")),
-    ("usage", "prompt_tokens"),
+    *(("choices", 0, "logprobs"), ("choices", 0, "stop_reason"), ("choices", 0, "token_ids")),
 ]
 
 
 @given(st.sampled_from(PLACES), JSON, st.booleans())
-def test_an_answer_with_any_part_exchanged_or_missing_is_read_or_refused(
+def test_an_answer_with_any_part_exchanged_or_missing_is_refused_or_read_and_written(
     place: tuple[Any, ...], value: Any, remove: bool
 ) -> None:
-    answer: Any = prefill_answer(FIRST)
-    target = answer
+    leg: Any = prefill_leg(Endpoint.CHAT, {}, Script((END,)))
+    target = leg
     for step in place[:-1]:
         target = target[step]
     if remove:
         del target[place[-1]]
     else:
         target[place[-1]] = value
-    readable(json.dumps(answer).encode())
+    prefill = readable(json.dumps(leg).encode())
+    if prefill is not None:
+        plan = plan_of(Endpoint.CHAT, USAGE)
+        state = AnswerState(card_of(byte_tokenizer()), plan, ())
+        lane_stream(Lane(plan, prefill, state), [Batch((END,), "stop")])
+        json_writer(plan, prefill, state).end()
 
 
 @pytest.mark.parametrize(
@@ -245,24 +336,37 @@ def test_an_answer_with_any_part_exchanged_or_missing_is_read_or_refused(
     ],
 )
 def test_rubbish_is_refused(raw: bytes) -> None:
-    assert not readable(raw)
+    assert readable(raw) is None
 
 
 @pytest.mark.parametrize("finish", ["abort", "error", "tool_calls", None, 1])
 def test_a_prefill_that_did_not_end_with_its_token_is_refused(finish: Any) -> None:
-    answer = prefill_answer(FIRST)
-    answer["choices"][0]["finish_reason"] = finish
-    assert not readable(json.dumps(answer).encode())
+    leg = prefill_leg(Endpoint.CHAT, {}, script())
+    leg["choices"][0]["finish_reason"] = finish
+    assert readable(json.dumps(leg).encode()) is None
 
 
 def test_two_choices_are_refused() -> None:
-    answer = prefill_answer(FIRST)
-    answer["choices"] *= 2
-    assert not readable(json.dumps(answer).encode())
+    leg = prefill_leg(Endpoint.CHAT, {}, script())
+    leg["choices"] *= 2
+    assert readable(json.dumps(leg).encode()) is None
 
 
-@pytest.mark.parametrize(("finish", "finished"), [("stop", True), ("length", False)])
-def test_a_first_token_that_ends_the_answer_is_told_from_one_that_does_not(finish: str, finished: bool) -> None:
-    answer = prefill_answer(FIRST)
-    answer["choices"][0]["finish_reason"] = finish
-    assert read_prefill_answer(json.dumps(answer).encode()).finished is finished
+def test_an_answer_of_the_other_endpoint_is_refused() -> None:
+    completion = json.dumps(prefill_leg(Endpoint.COMPLETIONS, {}, script())).encode()
+    assert readable(completion) is None
+    with pytest.raises(ValueError, match="has no text"):
+        read_prefill_answer(Endpoint.COMPLETIONS, json.dumps(prefill_leg(Endpoint.CHAT, {}, script())).encode())
+
+
+def test_logprobs_of_more_than_one_token_are_refused() -> None:
+    leg = prefill_leg(Endpoint.CHAT, {"logprobs": True}, script_for(script(), {}))
+    leg["choices"][0]["logprobs"]["content"] *= 2
+    assert readable(json.dumps(leg).encode()) is None
+
+
+@pytest.mark.parametrize(("first", "finished"), [(END, True), (IDS[0], False)])
+def test_a_first_token_that_ends_the_answer_is_told_from_one_that_does_not(first: int, finished: bool) -> None:
+    prefill = readable(json.dumps(prefill_leg(Endpoint.CHAT, {}, Script((first,)))).encode())
+    assert prefill is not None
+    assert prefill.finished is finished

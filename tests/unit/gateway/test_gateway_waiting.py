@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from gateway.endpoints import Endpoint
 from gateway.errors import LaneUnavailable, NoSlotInTime
 from gateway.lane import Plain, Prefill, Refusal
 from gateway.slo import SloClass, Wish
-from tests.kit.gateway import CREDENTIALS, MODEL, Rig, ScriptedDaemon, ScriptedVllm, Step, failed, reserved, rig
+from tests.kit.gateway import CREDENTIALS, MODEL
+from tests.kit.legs import ScriptedDaemon, ScriptedVllm, Step, failed, reserved
+from tests.kit.rig import Rig, rig
 from tests.kit.valkey import ValkeyProcess, eventually
 
 WILLING: tuple[Step, ...] = (reserved(), "hang")
@@ -138,13 +141,13 @@ async def test_only_a_request_that_may_wait_is_announced_with_the_time_it_may_ta
 
     async with one_slot(redis_url, vllm, leases_timeout_s=0.5, reserve_timeout_s=1) as made:
         body = b'{"model":"%s","messages":[{"role":"user","content":"hello"}],"max_tokens":9}' % MODEL.encode()
-        first = await made.lane.decide(wish(), body, CREDENTIALS, note)
+        first = await made.lane.decide(wish(), Endpoint.CHAT, body, CREDENTIALS, note)
         assert isinstance(first, Prefill)
-        assert await made.lane.decide(wish(0), body, CREDENTIALS, note) == Plain("no_free_slot")
+        assert await made.lane.decide(wish(0), Endpoint.CHAT, body, CREDENTIALS, note) == Plain("no_free_slot")
         assert announced == []
-        assert await made.lane.decide(wish(20), body, CREDENTIALS, note) == Plain("no_free_slot")
+        assert await made.lane.decide(wish(20), Endpoint.CHAT, body, CREDENTIALS, note) == Plain("no_free_slot")
         assert announced == [6]
-        assert await made.lane.decide(wish(20), b"[]", CREDENTIALS, note) == Plain("invalid_json")
+        assert await made.lane.decide(wish(20), Endpoint.CHAT, b"[]", CREDENTIALS, note) == Plain("invalid_json")
         assert announced == [6]
         first.stream.cancel()
 
