@@ -1,6 +1,7 @@
 # make demo: set everything up, show both lanes side by side, stop.   make test: set up what is missing, test all.
 # make soak: the lease table under a minute of kills, freezes and a restart, counted.
-.PHONY: setup model demo test soak up lint
+# make fidelity: the same requests down both lanes of a real stack, compared field by field, in a table.
+.PHONY: setup model demo test soak fidelity up lint
 
 MODEL := .anchorleg/models/smollm2-135m-instruct
 
@@ -18,6 +19,9 @@ test: model lint
 
 soak: setup
 	@.venv/bin/python -m tests.soak
+
+fidelity: model
+	@.venv/bin/python -m tests.fidelity
 
 up: model
 	@.venv/bin/anchorleg up

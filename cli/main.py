@@ -71,6 +71,21 @@ def decode(context: typer.Context) -> None:
 
 
 @app.command()
+def fields(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As in docs/openai.md.")] = False,
+) -> None:
+    """Show which request fields the latency lane serves; a value that it cannot serve exactly is plain vLLM's."""
+    from rich.console import Console
+
+    from cli import fields as table
+
+    if markdown:
+        typer.echo(table.markdown(), nl=False)
+    else:
+        table.show(Console())
+
+
+@app.command()
 def envoy(
     compose: Annotated[bool, typer.Option("--compose", help="Addresses of docker-compose.yml.")] = False,
     output: Annotated[Path | None, typer.Option(help="File to write; by default standard output.")] = None,

@@ -7,7 +7,7 @@ never waits for them, and a client gets fewer, longer chunks.
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,8 +154,10 @@ async def _with_calls(
 
     The endpoint drops the ids that a parser chooses; when asked for a stream it keeps them.
     """
-    streamed = await parts.derenderer.delta(texts, finish)
-    told = {call["index"]: call["id"] for call in streamed.get("tool_calls", ()) if "id" in call}
+    told: dict[int, str] = {}
+    with suppress(UpstreamUnavailable):  # any id will do
+        streamed = await parts.derenderer.delta(texts, finish)
+        told = {call["index"]: call["id"] for call in streamed.get("tool_calls", ()) if "id" in call}
     calls = [{**call, "id": told.get(index) or f"chatcmpl-tool-{secrets.token_hex(8)}"} for index, call in enumerate(calls)]
     reasoning = message.pop("reasoning", None)
     return {**message, "tool_calls": calls[:1] if parts.parsing.one_call else calls, "reasoning": reasoning}
