@@ -46,6 +46,8 @@ _FAREWELL_S = 1.0  # for the last message of a stream that is cut
 
 _SERVER_OPTIONS = [
     ("grpc.max_send_message_length", -1),  # a tokenizer.json can be tens of megabytes
+    # Biases of 2^19 token ids (request.py) take less. The default is 4 MiB, and what is larger is refused without a reason.
+    ("grpc.max_receive_message_length", 16 << 20),
     # With it, a second daemon on a port would silently share the first one's connections.
     ("grpc.so_reuseport", 0),
     # Gateways ping every 10 s, also while a prefill keeps a stream silent; gRPC's default takes that for abuse.

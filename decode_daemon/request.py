@@ -5,6 +5,7 @@ engine's to check (engine/limits.py).
 """
 
 from decode_daemon.engine.protocol import Constraint, DecodeParams, SamplingParams
+from decode_daemon.grammar import GrammarUnsupported
 from decode_daemon.slots import Landed
 from handoff import decode_pb2 as pb
 
@@ -20,11 +21,11 @@ class BadRequest(Exception):  # noqa: N818 - a refusal, not a fault
 
 
 def check_request(request: pb.DecodeRequest) -> None:
-    """Raise BadRequest for what is too large, before anything is made of it."""
+    """Raise BadRequest or GrammarUnsupported for what is too large, before anything is made of it."""
     if request.logprobs > _MOST_LOGPROBS:
         raise BadRequest(f"logprobs is {request.logprobs}; at most {_MOST_LOGPROBS} alternatives are told for a token")
     if (size := request.grammar.ByteSize()) > _LARGEST_GRAMMAR:
-        raise BadRequest(f"the grammar has {size} bytes; at most {_LARGEST_GRAMMAR} are taken")
+        raise GrammarUnsupported(f"the grammar has {size} bytes; at most {_LARGEST_GRAMMAR} are taken")
     ids = sum(
         map(len, (request.stop_token_ids, request.ending_token_ids, request.allowed_token_ids, request.logit_bias))
     ) + sum(len(sequence.ids) for sequence in request.bad_words)

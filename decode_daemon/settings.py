@@ -28,7 +28,10 @@ class DaemonSettings(ProcessSettings):
 
     grammar_cache_mb: int = Field(256, ge=1, description="Memory for compiled grammars of structured output that are kept.")
     grammar_wait_s: float = Field(
-        5.0, gt=0, description="How long an answer whose KV cache is there may wait for its grammar before it is left to vLLM."
+        5.0,
+        gt=0,
+        description="How long an answer whose KV cache is there may wait for its grammar. Then the daemon gives it up, "
+        "and the gateway has it served elsewhere where that is exact.",
     )
 
     host: str = Field("127.0.0.1", description="Address to listen on.")

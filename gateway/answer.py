@@ -30,7 +30,6 @@ class PrefillAnswer:
     prompt_tokens: int
     usage: dict[str, Any]
     finished: bool  # the first token ends the answer
-    stop_reason: int | str | None
     logprobs: tuple[TokenLogprobs, ...]  # of the first token, where they were asked for
     prompt_token_ids: list[int] | None  # where they were asked for
     prompt_text: str | None
@@ -133,7 +132,6 @@ class _Choice(msgspec.Struct):
     finish_reason: Literal["stop", "length"]  # anything else is no single token
     message: _Message | None = None
     text: str | None = None
-    stop_reason: int | str | None = None
     logprobs: Any = None
     prompt_token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]] | None = None
 
@@ -174,7 +172,6 @@ def read_prefill_answer(endpoint: Endpoint, body: bytes) -> PrefillAnswer:
         prompt_tokens=answer.usage.prompt_tokens,
         usage=raw["usage"],
         finished=choice.finish_reason == "stop",
-        stop_reason=choice.stop_reason,
         logprobs=logprobs,
         prompt_token_ids=answer.prompt_token_ids if chat else choice.prompt_token_ids,
         prompt_text=answer.prompt_text,

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 _MOST_SEQUENCES = 128  # vLLM's own limit (VLLM_MAX_NUM_BAD_WORDS): it answers more of them with 400
 _MOST_TOKENS = 1024  # in all of them (VLLM_MAX_BAD_WORDS_TOTAL_TOKENS)
 _MOST_CHARACTERS = 1 << 14  # tokenizing more would stall everybody's tokens
+_TOO_MANY = f"bad_words of more than {_MOST_SEQUENCES} sequences or {_MOST_TOKENS} tokens"
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
@@ -18,8 +19,11 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
         raise ValueError(f"bad_words of more than {_MOST_CHARACTERS} characters")
     if words and (tokenizer.truncation is not None or tokenizer.padding is not None):
         raise ValueError("bad_words with a tokenizer that truncates or pads")  # vLLM's does neither
+    distinct = dict.fromkeys(words)
+    if len(distinct) > _MOST_SEQUENCES:  # each has one at least: not worth tokenizing
+        raise ValueError(_TOO_MANY)
     found: list[tuple[int, ...]] = []
-    for word in dict.fromkeys(words):
+    for word in distinct:
         bare = word.lstrip()
         alone = _ids(tokenizer, bare)
         if not alone:
@@ -30,7 +34,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
         if len(behind_space) == len(alone) and behind_space[0] != alone[0]:
             found.append(behind_space)
     if len(found) > _MOST_SEQUENCES or sum(map(len, found)) > _MOST_TOKENS:
-        raise ValueError(f"bad_words of more than {_MOST_SEQUENCES} sequences or {_MOST_TOKENS} tokens")
+        raise ValueError(_TOO_MANY)
     return tuple(found)
 
 

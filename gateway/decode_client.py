@@ -28,6 +28,7 @@ _OPTIONS = [
 _DAEMON_CODES = frozenset(
     {
         "bad_claim",
+        "bad_request",
         "draining",
         "internal_error",
         "reader_stalled",
@@ -39,6 +40,7 @@ _DAEMON_CODES = frozenset(
         "engine_failed",
         "grammar_unsupported",
         "grammar_failed",
+        "grammar_busy",
     }
 )
 

@@ -56,3 +56,8 @@ class UpstreamFailed(GatewayError):  # noqa: N818 - as above
 
     status = 502
     kind = "upstream_error"
+
+
+def answer_lost() -> UpstreamFailed:
+    """Return what a client is told of an answer that nobody can go on with. The cause is the log's: it may name addresses."""
+    return UpstreamFailed("the answer broke off and could not be continued; send the request again", code="decode_lost")

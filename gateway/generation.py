@@ -12,7 +12,7 @@ from gateway.decoded import Decoded, Prefilled
 from gateway.endpoints import Endpoint
 from gateway.lane import LaneParts, Prefill
 from gateway.prompts import prompt_ids
-from gateway.recovery import Progress, Recovery
+from gateway.recovery import NotHealed, Progress, Recovery
 from gateway.serving import HandedOver
 from gateway.tokens import Batch
 
@@ -20,12 +20,17 @@ log = structlog.get_logger(__name__)
 
 
 class Generation:
-    """One answer's tokens. `resumed` tells whether its daemon has failed it."""
+    """One answer's tokens. `resumed` tells whether its daemon has failed it.
 
-    def __init__(self, parts: LaneParts, prefill: Prefill, told: PrefillAnswer, handed_over: HandedOver) -> None:
+    With `held` the first token waits for the daemon's first step: a daemon that fails before it is NotHealed then, so that
+    vLLM can serve the whole request while its client has nothing of it.
+    """
+
+    def __init__(self, parts: LaneParts, prefill: Prefill, told: PrefillAnswer, handed_over: HandedOver, *, held: bool) -> None:
         self._parts = parts
         self._prefill = prefill
         self._told = told
+        self._held = held
         self._progress = Progress(
             prompt_tokens=told.prompt_tokens,
             prompt_tail=handed_over.prompt_tail,
@@ -39,18 +44,26 @@ class Generation:
         """Yield every token of the answer exactly once, whoever decodes it, up to a finish; raises NotHealed."""
         metrics, progress = self._parts.metrics, self._progress
         finish = "stop" if self._told.finished else "length" if progress.limit == 1 else None
-        metrics.ttft_seconds.observe(time.perf_counter() - self._prefill.stages.began)
+        first = Batch(tuple(progress.ids), finish, self._told.logprobs)
         progress.last = time.perf_counter()
-        metrics.tokens.inc()
         if finish is not None:
             self._prefill.stream.cancel()  # whoever reads this may take its time
-        yield Batch(tuple(progress.ids), finish, self._told.logprobs)
-        if finish is None:
-            async with aclosing(self._rest()) as rest:
+        async with aclosing(self._rest()) as rest:
+            ready = [first, await anext(rest)] if self._held and finish is None else [first]
+            metrics.ttft_seconds.observe(time.perf_counter() - self._prefill.stages.began)
+            metrics.tokens.inc()
+            yield first
+            for batch in ready[1:]:
+                self._count(batch)
+                yield batch
+            if finish is None and ready[-1].finish is None:
                 async for batch in rest:
-                    progress.ids.extend(batch.ids)
-                    metrics.tokens.inc(len(batch.ids))
+                    self._count(batch)
                     yield batch
+
+    def _count(self, batch: Batch) -> None:
+        self._progress.ids.extend(batch.ids)
+        self._parts.metrics.tokens.inc(len(batch.ids))
 
     async def _rest(self) -> AsyncGenerator[Batch, None]:
         progress = self._progress
@@ -62,6 +75,8 @@ class Generation:
                         return
         except DecodeFailed as error:
             log.warning("decode leg failed", code=error.code, error=str(error), tokens=len(progress.ids))
+            if self._held and len(progress.ids) == 1:
+                raise NotHealed(error.code, str(error)) from error
             code = error.code
         self.resumed = True
         self._prefill.stream.cancel()

@@ -1,17 +1,14 @@
 """What an answer's text must match: from the two fields in which a request may say it to one form for the decode leg.
 
-Whether a grammar can be compiled is not looked at here: the fields reach vLLM with the prefill leg as they came, and vLLM says
-what is wrong with them.
+Whether a grammar can be compiled is not looked at here. A daemon refuses, before there is a prefill, what it would not match as
+vLLM does (decode_daemon/grammar); plain vLLM then gets the request, and says itself what is wrong with it.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
-
-_DEEPEST = 64  # nested objects and arrays in a schema (vLLM: MAX_STRUCTURED_OUTPUT_JSON_NESTING)
-_TAG_WRAPPING = 16  # more of them in a structural tag
 
 
 class GrammarKind(StrEnum):
@@ -31,6 +28,7 @@ class Grammar:
 
     kind: GrammarKind
     source: str = ""  # JSON for a schema, a list of choices, or a structural tag
+    param: str = field(default="response_format", compare=False)  # the request's field that it comes from
 
 
 _KINDS = {
@@ -80,7 +78,10 @@ def is_constraint(response_format: Any) -> bool:
 
 
 def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
-    """Return what two admitted values ask for; None where they ask for nothing. Raises ValueError for what JSON cannot say."""
+    """Return what two admitted values ask for; None where they ask for nothing.
+
+    Raises ValueError for what cannot be written as JSON.
+    """
     if is_constraint(response_format):
         match response_format["type"]:
             case "json_object":
@@ -91,29 +92,26 @@ def grammar_of(response_format: Any, structured_outputs: Any) -> Grammar | None:
                 return Grammar(GrammarKind.STRUCTURAL_TAG, _json(response_format))
     if structured_outputs is None:
         return None
+    param = "structured_outputs"
     key, value = next((key, structured_outputs[key]) for key in _KINDS if structured_outputs.get(key) is not None)
     if key == "json_object":
-        return Grammar(GrammarKind.JSON_OBJECT)
-    return Grammar(_KINDS[key], value if isinstance(value, str) else _json(value))
+        return Grammar(GrammarKind.JSON_OBJECT, param=param)
+    return Grammar(_KINDS[key], value if isinstance(value, str) else _json(value), param)
 
 
 def _named_schema(value: Any) -> bool:
     if not isinstance(value, dict) or not value.keys() <= {"name", "description", "schema", "strict"}:
         return False
-    schema = value.get("schema")
     return (
         isinstance(value.get("name"), str)
         and isinstance(value.get("description"), str | None)
         and isinstance(value.get("strict"), bool | None)
-        and isinstance(schema, dict)
-        and not _deeper_than(schema, _DEEPEST)
+        and isinstance(value.get("schema"), dict)
     )
 
 
 def _structural_tag(members: dict[str, Any]) -> bool:
     """Admit the two forms of a structural tag with no member left out or added: vLLM hands on what its classes write out."""
-    if _deeper_than(members, _DEEPEST + _TAG_WRAPPING):
-        return False
     if members.keys() == {"format"}:
         return True
     if members.keys() != {"structures", "triggers"}:
@@ -139,38 +137,21 @@ def _structure(value: dict[str, Any]) -> bool:
 def _constraint(key: str, value: Any) -> bool:
     match key:
         case "json":
-            written = isinstance(value, str) and bool(value.strip()) and not _deeper_than(value, _DEEPEST)
-            return written or (isinstance(value, dict) and not _deeper_than(value, _DEEPEST))
+            return isinstance(value, dict) or (isinstance(value, str) and bool(value.strip()))
         case "json_object":
             return value is True
         case "choice":
             return isinstance(value, list) and bool(value) and all(isinstance(choice, str) for choice in value)
         case "regex":
             return isinstance(value, str) and "\0" not in value
-        case "structural_tag":
-            return isinstance(value, str) and bool(value.strip()) and not _deeper_than(value, _DEEPEST + _TAG_WRAPPING)
-        case _:
+        case _:  # grammar, structural_tag
             return isinstance(value, str) and bool(value.strip())
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
-    """Whether a JSON value, or text that is one, nests objects and arrays in more levels than these."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except RecursionError:
-            return True
-        except ValueError:
-            return False  # vLLM says so
-    pending = [(value, 1)]
-    while pending:
-        node, depth = pending.pop()
-        if isinstance(node, dict | list):
-            if depth > levels:
-                return True
-            pending.extend((child, depth + 1) for child in (node.values() if isinstance(node, dict) else node))
-    return False
-
-
 def _json(value: Any) -> str:
-    return json.dumps(value, allow_nan=False)
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("the grammar has numbers that JSON does not know") from error
+    except RecursionError as error:
+        raise ValueError("the grammar nests without end") from error

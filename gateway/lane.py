@@ -165,7 +165,7 @@ class LatencyLane:
         self.parts.metrics.requests.labels(wish.slo_class, lane, outcome, reason).inc()
 
     def _not_served(self, wish: Wish, why: Unsupported) -> Plain | Refusal:
-        if wish.fallback:
+        if wish.fallback or why.reason == "refused_by_vllm":  # vLLM says itself what is wrong
             return Plain(why.reason)
         if why.reason in _COME_AGAIN:
             return Refusal(why.reason, NoSlotInTime(why.detail, code=why.reason, retry_after_s=why.retry_after_s))

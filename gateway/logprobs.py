@@ -28,13 +28,12 @@ class _Positions:
         self._before: tuple[int, ...] = ()  # the answer's last tokens
 
     def read(self, token: int, told: TokenLogprobs, count: int) -> tuple[str, list[tuple[str, float]]]:
-        """Return the token's own text, and the first `count` entries of its position (all if negative) as they are named.
+        """Return the token's own text, and the first `count` entries of its position as they are named.
 
         The token itself comes first, whether it is among the most probable or not, and only there.
         """
         entries = {token: told.logprob} | dict(told.top) | {token: told.logprob}
-        listed = list(entries.items())[: count if count >= 0 else None]
-        shown = [(self._name(other), _shown(logprob)) for other, logprob in listed]
+        shown = [(self._name(other), _shown(logprob)) for other, logprob in list(entries.items())[:count]]
         text = self._texts.of(token, self._before)
         self._before = (*self._before, token)[-_CONTEXT:]
         return text, shown
@@ -71,8 +70,7 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer, plan: Plan) -> None:
         self._positions = _Positions(tokenizer, plan)
-        alternatives = plan.sampling.logprobs or 0
-        self._count = alternatives + 1 if alternatives >= 0 else -1
+        self._count = 1 + (plan.sampling.logprobs or 0)
         self._offset = 0  # characters of the tokens so far, as they are named
 
     def columns(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:

@@ -22,7 +22,7 @@ from gateway.tokens import Batch, TokenLogprobs
 from gateway.upstream import UpstreamUnavailable
 
 _AT_ONCE = 8
-"""Tokens of one call at most: some parsers lose a call's name or arguments when they see more at once (llama3_json, 32)."""
+"""Tokens for one call of the parsers at most: vLLM's llama3_json loses a tool call's name when it sees some thirty at once."""
 
 
 @dataclass(frozen=True, slots=True)

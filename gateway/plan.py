@@ -10,11 +10,11 @@ from gateway.cards import Card, Defaults
 from gateway.eligibility import Unsupported, calls_tools, unsupported
 from gateway.endpoints import Endpoint
 from gateway.fields import FIELDS, Leg
-from gateway.grammars import Grammar, GrammarKind, grammar_of
+from gateway.grammars import Grammar, grammar_of, is_constraint
 from gateway.prompts import prompt_ids
 from handoff.claim import SignedClaim, to_params
 
-__all__ = ["Form", "Grammar", "GrammarKind", "Plan", "Sampling", "make_plan", "prefill_body"]
+__all__ = ["Form", "Grammar", "Plan", "Sampling", "explicit", "make_plan", "prefill_body"]
 
 _MIN_TEMPERATURE = 0.01  # vLLM raises lower positive temperatures to this (SamplingParams, _MAX_TEMP)
 _MOST_BIAS = 100.0
@@ -76,7 +76,8 @@ class Plan:
     def least_tokens(self) -> int:
         """Tokens of the answer that must fit into the context behind the prompt: vLLM refuses a request where they do not.
 
-        More of them need not: vLLM cuts max_tokens down to the rest of the context (get_max_tokens in its api_utils.py).
+        More of them need not: vLLM cuts the limit down to the rest of the context (get_max_tokens in its api_utils.py). One
+        that is asked for and above the whole context it refuses, however, and so does `make_plan`.
         """
         return max(1, self.sampling.min_tokens)
 
@@ -88,6 +89,11 @@ def make_plan(
 
     Expects a body that `why_not` has nothing against, with the same `tools` and `reasoning`.
     """
+    if not card.vocab_size:
+        return Unsupported("no_card", "the daemons' model card does not tell the size of the vocabulary: they are too old")
+    beyond = _beyond_context(endpoint, body, card.context_tokens)
+    if beyond is not None:
+        return unsupported(beyond, f"{beyond} is {body.get(beyond)}, and the whole context has {card.context_tokens} tokens")
     outside = _outside_vocabulary(endpoint, body, card.vocab_size)
     if outside is not None:
         return unsupported(outside, f"{outside} has token ids that the model does not have; it has {card.vocab_size}")
@@ -97,8 +103,9 @@ def make_plan(
         return unsupported("bad_words", str(error))
     try:
         grammar = grammar_of(body.get("response_format"), body.get("structured_outputs"))
-    except ValueError:
-        return unsupported("response_format", "the grammar has numbers that JSON does not know")
+    except ValueError as error:
+        key = "response_format" if is_constraint(body.get("response_format")) else "structured_outputs"
+        return unsupported(key, str(error))
     max_tokens = _max_tokens(endpoint, body, card.defaults)
     if max_tokens is not None and max(1, body.get("min_tokens") or 0) > max_tokens:
         return unsupported("min_tokens", f"at most {max_tokens} tokens are asked for, and more at least")
@@ -176,7 +183,7 @@ def _sampling(endpoint: Endpoint, body: Body, defaults: Defaults, bad_words: tup
         frequency_penalty=float(_first(body.get("frequency_penalty"), defaults.frequency_penalty, 0.0)),
         repetition_penalty=float(_first(body.get("repetition_penalty"), defaults.repetition_penalty, 1.0)),
         logit_bias={int(key): _bias(value) for key, value in (body.get("logit_bias") or {}).items()},
-        allowed_token_ids=tuple(body.get("allowed_token_ids") or ()),
+        allowed_token_ids=tuple(dict.fromkeys(body.get("allowed_token_ids") or ())),
         bad_words=tuple(dict.fromkeys(body.get("bad_words") or ())),
         bad_word_ids=bad_words,
         min_tokens=body.get("min_tokens") or 0,
@@ -212,6 +219,13 @@ def _outside_vocabulary(endpoint: Endpoint, body: Body, vocab_size: int) -> str 
     if endpoint is Endpoint.COMPLETIONS:
         ids["prompt"] = prompt_ids(body) or ()
     return next((key for key, listed in ids.items() if max(listed, default=0) >= vocab_size), None)
+
+
+def _beyond_context(endpoint: Endpoint, body: Body, context_tokens: int) -> str | None:
+    """Return the field that asks for a longer answer than the context holds, prompt or not (vLLM: renderers/params.py)."""
+    chat = endpoint is Endpoint.CHAT
+    key = "max_completion_tokens" if chat and body.get("max_completion_tokens") is not None else "max_tokens"
+    return key if (body.get(key) or 0) > context_tokens else None
 
 
 def _max_tokens(endpoint: Endpoint, body: Body, defaults: Defaults) -> int | None:

@@ -22,7 +22,7 @@ from gateway.endpoints import Endpoint
 from gateway.lane import LaneParts, Prefill
 from gateway.plan import Plan
 from gateway.prompts import tokenize_body
-from gateway.resuming import resume_completion
+from gateway.resuming import goes_on_exactly, resume_completion
 from gateway.serving import read_handed_over
 from gateway.slots import Wanted
 from gateway.tokens import Batch
@@ -113,7 +113,7 @@ class Recovery:
     async def _ways(self, *, begun: bool) -> list[tuple[Way, Callable[[], AsyncGenerator[Batch, None]]]]:
         plan = self._prefill.plan
         ways: list[tuple[Way, Callable[[], AsyncGenerator[Batch, None]]]] = []
-        resumes = not plan.parsed and self._completion([]) is not None
+        resumes = goes_on_exactly(plan)
         prompt = await self._prompt() if resumes or begun else None
         if prompt is not None and resumes:
             ways.append((Way.VLLM, partial(self._by_vllm, prompt)))

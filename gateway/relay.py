@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 import structlog
 
-from gateway.errors import UpstreamFailed
+from gateway.errors import answer_lost
 from gateway.generation import Generation
 from gateway.lane import LaneParts, Prefill
 from gateway.parsed import ParsedStream, Parts, parsed_whole
+from gateway.reasoning import ReasoningTokens, reasoning_tokens
 from gateway.recovery import NotHealed, Way
 from gateway.rendering import Derenderer, Rendered, make_parsing
 from gateway.reply import AnswerState, PrefillAnswer, StreamWriter, json_writer, read_prefill_answer, stream_writer
+from gateway.resuming import goes_on_exactly
 from gateway.serving import HandedOver, read_handed_over
 from gateway.sse import EVENT_STREAM
+from gateway.text import tail_suffices
 from gateway.tokens import Batch
 from gateway.upstream import Replayed, UpstreamUnavailable
 
@@ -39,6 +42,7 @@ class Relay:
         self._parts = parts
         self._prefill = prefill
         self._generation: Generation | None = None
+        self._reasoning: ReasoningTokens | None = None
         self._replayed: Replayed | None = None
         self.outcome = "cancelled"
 
@@ -75,11 +79,20 @@ class Relay:
             return await self._replay("no_handoff")
         if self._parts.servings.judge(handed_over.serving, plan, self._prefill.original, card) is not None:
             return await self._replay("vllm_configured_otherwise")
-        state = AnswerState(card, plan, handed_over.prompt_tail)
-        self._generation = Generation(self._parts, self._prefill, told, handed_over)
+        tail = told.prompt_token_ids or handed_over.prompt_tail
+        if not tail_suffices(card.tokenizer, tail, told.prompt_tokens, skip_special_tokens=plan.form.skip_special_tokens):
+            return await self._replay("prompt_tail")
+        if handed_over.serving.reasoning_parser:
+            self._reasoning = reasoning_tokens(handed_over.serving.reasoning_parser, card.tokenizer)
+        state = AnswerState(card, plan, tail)
+        held = plan.form.stream and not goes_on_exactly(plan)
+        self._generation = Generation(self._parts, self._prefill, told, handed_over, held=held)
         batches = self._generation.batches()
         if plan.form.stream:
-            return self._streamed(told, state, batches)
+            try:
+                return self._streamed(told, state, await _begun(batches) if held else batches)
+            except NotHealed as error:
+                return await self._replay(error.code)
         try:
             whole = await self._whole(told, state, batches)
         except UpstreamUnavailable as error:
@@ -117,7 +130,8 @@ class Relay:
                         break
         except NotHealed as error:
             self.outcome = "failed"
-            yield writer.fail(_lost(error))
+            log.warning("an answer is lost", code=error.code, error=str(error))
+            yield writer.fail(answer_lost())
             return
         finally:
             self._free()
@@ -161,7 +175,7 @@ class Relay:
         prefill, upstream = self._prefill, self._parts.upstream
         parsing = make_parsing(prefill.original, prefill.plan, prefill.card, rendered)
         derenderer = Derenderer(upstream.post, prefill.credentials, upstream.token_timeout_s, parsing)
-        return Parts(prefill.plan, told, state, parsing, derenderer)
+        return Parts(prefill.plan, told, state, parsing, derenderer, self._reasoning)
 
     def _ended(self) -> None:
         as_begun = self._replayed is None and self._generation is not None and not self._generation.resumed
@@ -176,7 +190,7 @@ class Relay:
             self._replayed = await upstream.replay(prefill.plan.endpoint, prefill.original, prefill.credentials)
         except UpstreamUnavailable as error:
             self.outcome = "failed"
-            raise _lost(error) from error
+            raise answer_lost() from error
         headers = self._timing() | {"content-type": self._replayed.content_type}
         return Answer(self._replayed.status, headers, self._pass(self._replayed))
 
@@ -201,8 +215,21 @@ def _is_rendered(handed_over: HandedOver, prompt_tokens: int, rendered: Rendered
     return len(rendered.prompt) == prompt_tokens and rendered.prompt[prompt_tokens - len(tail) :] == tail
 
 
-def _lost(error: Exception) -> UpstreamFailed:
-    return UpstreamFailed(f"the answer broke off and could not be continued: {error}", code="decode_lost")
+async def _begun(batches: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
+    """Return the same batches once the first one is there; raises what it raises."""
+    try:
+        first = await anext(batches)
+    except BaseException:
+        await batches.aclose()
+        raise
+    return _with_first(first, batches)
+
+
+async def _with_first(first: Batch, rest: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
+    async with aclosing(rest):
+        yield first
+        async for batch in rest:
+            yield batch
 
 
 async def _once(chunk: bytes) -> AsyncGenerator[bytes, None]:

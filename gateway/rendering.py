@@ -5,7 +5,7 @@ of a streamed answer travels to and fro with each call, and it parses the answer
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -166,6 +166,7 @@ def _rendered(request: _GenerateRequest) -> Rendered | Unsupported:
         if reasons and not request.reasoning_ended:
             return unsupported("structured_outputs", "a grammar that begins where the reasoning ends: vLLM alone knows where")
         grammar = grammar_of(None, constraint)
+        grammar = None if grammar is None else replace(grammar, param="tools")
     return Rendered(
         prompt=tuple(request.token_ids),
         grammar=grammar,

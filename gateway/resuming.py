@@ -6,17 +6,22 @@ from typing import Any
 from gateway.plan import Plan, explicit
 
 
-def resume_completion(plan: Plan, prompt: Sequence[int], done: Sequence[int], max_tokens: int) -> dict[str, Any] | None:
-    """Return a completion that vLLM answers with what follows prompt + done; None where that would be another answer.
+def goes_on_exactly(plan: Plan) -> bool:
+    """Tell whether vLLM can go on with an answer to this plan as if it had begun it.
 
     To vLLM all ids are the prompt. That hides from it what counts over the answer alone: presence and frequency penalties,
-    bad words of several tokens, and a grammar's state. The repetition penalty counts over both.
+    bad words of several tokens, a grammar's state, and what parsers have read. The repetition penalty counts over both.
     """
     sampling = plan.sampling
-    if sampling.presence_penalty or sampling.frequency_penalty or plan.grammar is not None:
+    penalised = sampling.presence_penalty or sampling.frequency_penalty or any(len(ids) > 1 for ids in sampling.bad_word_ids)
+    return not (penalised or plan.grammar is not None or plan.parsed)
+
+
+def resume_completion(plan: Plan, prompt: Sequence[int], done: Sequence[int], max_tokens: int) -> dict[str, Any] | None:
+    """Return a completion that vLLM answers with what follows prompt + done; None where that would be another answer."""
+    if not goes_on_exactly(plan):
         return None
-    if any(len(ids) > 1 for ids in sampling.bad_word_ids):
-        return None
+    sampling = plan.sampling
     request: dict[str, Any] = {
         "model": plan.model,
         "prompt": [*prompt, *done],

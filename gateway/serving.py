@@ -15,6 +15,7 @@ from gateway.body import Body
 from gateway.cards import Card, Defaults
 from gateway.endpoints import Endpoint
 from gateway.plan import Plan
+from gateway.reasoning import reasoning_tokens
 from gateway.settings import GatewaySettings
 from gateway.upstream import TokenId
 from handoff.claim import CLAIM_KEY
@@ -78,7 +79,7 @@ def why_not_exact(serving: Serving, plan: Plan, body: Body, card: Card, settings
     """Say what of vLLM's configuration makes its answer another one than the lane's; None if nothing does."""
     return (
         _other_defaults(serving, plan, body, card.defaults)
-        or _other_output(serving, plan, settings)
+        or _other_output(serving, plan, card, settings)
         or (None if plan.grammar is None else _other_grammar(serving, plan))
     )
 
@@ -111,16 +112,17 @@ def _default(value: float | None, neutral: float) -> float:
     return neutral if value is None or (value == -1 and neutral == 0) else value
 
 
-def _other_output(serving: Serving, plan: Plan, settings: GatewaySettings) -> str | None:
+def _other_output(serving: Serving, plan: Plan, card: Card, settings: GatewaySettings) -> str | None:
     if serving.watermark:
         return "it watermarks its answers: run vLLM without --watermark-config, or without the latency lane"
     if plan.sampling.logprobs is not None and serving.logprobs_mode != "raw_logprobs":
         return f"its logprobs are {serving.logprobs_mode}: run vLLM with --logprobs-mode raw_logprobs"
-    if serving.reasoning_parser and plan.endpoint is Endpoint.CHAT and settings.reasoning == "none":
-        return (
-            f"it has the reasoning parser {serving.reasoning_parser}: "
-            "tell the gateway with --reasoning derender, or --reasoning plain"
-        )
+    parser = serving.reasoning_parser
+    if parser and plan.endpoint is Endpoint.CHAT and settings.reasoning == "none":
+        return f"it has the reasoning parser {parser}: tell the gateway with --reasoning derender, or --reasoning plain"
+    told = not plan.form.stream or plan.form.include_usage
+    if parser and plan.parsed and told and reasoning_tokens(parser, card.tokenizer) is None:
+        return f"only it can count the tokens of reasoning that {parser} finds: run the gateway with --reasoning plain"
     return None
 
 

@@ -189,7 +189,8 @@ class Slots:
         except DecodeFailed as error:
             if error.code == "grammar_unsupported":
                 # Of the same model and version, no other daemon would say anything else.
-                return Unsupported("unsupported_grammar", error.said, "response_format")
+                grammar = wanted.plan.grammar
+                return Unsupported("unsupported_grammar", error.said, None if grammar is None else grammar.param)
             log.warning("daemon did not reserve", node=grant.node_id, code=error.code, error=str(error))
             return None
         finally:

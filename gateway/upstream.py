@@ -22,7 +22,7 @@ Credentials = Mapping[bytes, bytes]
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
-_CREDENTIALS = ("authorization", "x-request-id")
+_CREDENTIALS = ("authorization", "x-request-id", "x-data-parallel-rank", "x-session-id", "x-vllm-priority")  # vLLM reads them
 _CONNECT_S = 2.0
 _JSON = {b"content-type": b"application/json"}
 # A compressed answer would need its content-encoding passed on with it.

@@ -1,4 +1,4 @@
-"""Chooses what computes the steps of a model: native code where this machine can, else PyTorch; it says which, and why."""
+"""Chooses what computes the steps of a model: a GPU, native code, or PyTorch, the first that can; it says which, and why."""
 
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,7 +16,7 @@ from decode_daemon.engine.weights import Weights
 
 log = structlog.get_logger(__name__)
 
-StepKind = Literal["auto", "native", "torch"]
+StepKind = Literal["auto", "cuda", "native", "torch"]
 
 
 class StepModel(Protocol):
@@ -24,7 +24,14 @@ class StepModel(Protocol):
 
     config: LlamaConfig
     context_tokens: int
-    cache: torch.Tensor  # [layers, 2, kv_heads, context_tokens, head_dim], K (rotated) before V, allocated once
+
+    @property
+    def cache(self) -> torch.Tensor:
+        """The KV cache: [layers, 2, kv_heads, context_tokens, head_dim], K (rotated) before V, allocated once.
+
+        Ask for it each time before writing to it: a step may be under way from what it held before.
+        """
+        ...
 
     def forward(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Store the KV of `ids` at `position` and on; return the logits after each, [width, vocab] in the weights' dtype.
@@ -51,29 +58,64 @@ def choose_step(
 ) -> StepModel:
     """Return the fastest `StepModel` this machine can run, and log the choice in one line.
 
-    `step` "native" and "torch" allow only that one. `threads` None means one for each physical core the process may use.
-    `pin` keeps each native thread on a core of its own while it computes, when together they take every core of the process;
-    which of more cores are free only the machine's owner knows (`taskset`, cpusets). `cache_dir` is where libraries are
-    built. Raises EngineError when "native" is wanted and impossible, naming the reason.
+    `step` "cuda", "native" and "torch" allow only that one. `threads` None means one for each physical core the process may
+    use. `pin` keeps each native thread on a core of its own while it computes, when together they take every core of the
+    process; which of more cores are free only the machine's owner knows (`taskset`, cpusets). `cache_dir` is where libraries
+    are built. Raises EngineError when "cuda" or "native" is wanted and impossible, naming the reason.
     """
-    if step != "torch":
+    reasons: list[str] = []
+    if step in ("auto", "cuda"):
         try:
-            return _native(config, weights, context_tokens, threads or usable_cores(), pin, cache_dir)
+            return _cuda(config, weights, context_tokens)
+        except _NoCudaError as error:
+            if step == "cuda":
+                raise EngineError(f"the CUDA step is not possible here: {error}") from error
+            if torch.cuda.is_available():  # without a GPU there is nothing to explain
+                reasons.append(str(error))
+    if step in ("auto", "native"):
+        try:
+            return _native(config, weights, context_tokens, threads or usable_cores(), pin, cache_dir, reasons)
         except BuildError as error:
             if step == "native":
                 raise EngineError(f"the native step is not possible here: {error}") from error
-            reason = str(error)
-    else:
-        reason = "chosen by the settings"
+            reasons.append(str(error))
     level = log.info if step == "torch" else log.warning
-    level("decode step", step="torch", why=reason, threads=torch.get_num_threads())
+    why = "; ".join(reasons) or "chosen by the settings"
+    level("decode step", step="torch", why=why, threads=torch.get_num_threads())
     return LlamaModel(config, weights, context_tokens)
 
 
+class _NoCudaError(Exception):
+    """There can be no CUDA step here: the message says why."""
+
+
+def _cuda(config: LlamaConfig, weights: Weights, context_tokens: int) -> StepModel:
+    """Return the CUDA model; raises _NoCudaError when there can be none here."""
+    if not torch.cuda.is_available():
+        raise _NoCudaError("PyTorch sees no CUDA device")
+    try:
+        # Triton comes with PyTorch's CUDA builds only, and takes a second to import.
+        from decode_daemon.engine.cuda.model import CudaModel, unsupported
+    except ImportError as error:
+        raise _NoCudaError(f"Triton cannot be imported ({error}): install the triton that PyTorch names") from error
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reason := unsupported(config, weights.embedding.dtype, device):
+        raise _NoCudaError(reason)
+    model = CudaModel(config, weights, context_tokens, device=device)
+    log.info("decode step", step="cuda", why="this GPU runs it", device=torch.cuda.get_device_name(device))
+    return model
+
+
 def _native(
-    config: LlamaConfig, weights: Weights, context_tokens: int, threads: int, pin: bool, cache_dir: Path | None
+    config: LlamaConfig,
+    weights: Weights,
+    context_tokens: int,
+    threads: int,
+    pin: bool,
+    cache_dir: Path | None,
+    reasons: list[str],
 ) -> NativeModel:
-    """Return the native model; raises BuildError when there can be none here."""
+    """Return the native model; raises BuildError when there can be none here. `reasons` speak against faster ones."""
     if reason := unsupported(config):
         raise BuildError(reason)
     path = library(cache_dir)
@@ -89,7 +131,7 @@ def _native(
     log.info(
         "decode step",
         step="native",
-        why="this CPU runs it",
+        why="; ".join([*reasons, "this CPU runs it"]),
         instructions=instructions,
         threads=threads,
         pinned=pinned,

@@ -4,8 +4,8 @@ What vLLM's backend "auto" gives to xgrammar is served as vLLM serves it; what i
 both legs of a request must choose from the same ids.
 """
 
-from decode_daemon.grammar.errors import GrammarError, GrammarFailed, GrammarUnsupported
+from decode_daemon.grammar.errors import GrammarBusy, GrammarError, GrammarFailed, GrammarUnsupported
 from decode_daemon.grammar.form import Form
 from decode_daemon.grammar.grammars import Grammars
 
-__all__ = ["Form", "GrammarError", "GrammarFailed", "GrammarUnsupported", "Grammars"]
+__all__ = ["Form", "GrammarBusy", "GrammarError", "GrammarFailed", "GrammarUnsupported", "Grammars"]

@@ -9,6 +9,7 @@ class GrammarError(Exception):
     """A request's grammar is not served by this daemon: `code` is stable, the message is a sentence.
 
     - `GrammarUnsupported`: known before the slot is reserved; vLLM serves the request with another library, or refuses it
+    - `GrammarBusy`: not now; also known before the slot is reserved, and another daemon may serve the request
     - `GrammarFailed`: came out later, while it was compiled
     """
 
@@ -19,6 +20,12 @@ class GrammarUnsupported(GrammarError):  # noqa: N818 - a refusal, not a fault
     """This daemon cannot serve the grammar."""
 
     code = "grammar_unsupported"
+
+
+class GrammarBusy(GrammarError):  # noqa: N818 - as above
+    """This daemon has no time for the grammar, or has only started."""
+
+    code = "grammar_busy"
 
 
 class GrammarFailed(GrammarError):  # noqa: N818 - as above

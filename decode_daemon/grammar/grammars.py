@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 
 from decode_daemon.grammar.constraint import GrammarConstraint
-from decode_daemon.grammar.errors import GrammarError, GrammarFailed, GrammarUnsupported, reason_of
+from decode_daemon.grammar.errors import GrammarBusy, GrammarError, GrammarFailed, GrammarUnsupported, reason_of
 from decode_daemon.grammar.form import Form
 from decode_daemon.grammar.threads import Threads
 from decode_daemon.grammar.vocabulary import read_vocabulary
@@ -60,22 +60,25 @@ class Grammars:
         self._compiler = Threads(1, "vocabulary").run(self._load)
 
     async def ready(self) -> "GrammarCompiler":
-        """Return what compiles, once the vocabulary is there. Raises GrammarUnsupported when it cannot be read."""
+        """Return what compiles, once the vocabulary is there.
+
+        Raises GrammarUnsupported when it cannot be read, and GrammarBusy before it is begun.
+        """
         if self._compiler is None:
-            raise GrammarUnsupported("this daemon has not begun to read its model's vocabulary")
+            raise GrammarBusy("this daemon has not begun to read its model's vocabulary")
         compiler = await asyncio.wrap_future(self._compiler)
         if isinstance(compiler, str):
             raise GrammarUnsupported(compiler)
         return compiler
 
     async def check(self, form: Form) -> None:
-        """Raise GrammarUnsupported, in half a second at the most, for what this daemon does not serve."""
+        """Raise GrammarUnsupported for what this daemon does not serve, GrammarBusy where it cannot tell in half a second."""
         try:
             async with asyncio.timeout(_PARSE_S):
                 await self.ready()
                 await asyncio.wrap_future(self._begin(form.parse))
         except TimeoutError:
-            raise GrammarUnsupported(
+            raise GrammarBusy(
                 f"this daemon was not done with the grammar in {_PARSE_S:g} s: it is very large, or the daemon has only started"
             ) from None
 
@@ -117,17 +120,30 @@ class Grammars:
     def _begin(self, work: Callable[[], T]) -> "Future[T]":
         future = self._threads.run(work)
         if future is None:
-            raise GrammarUnsupported(f"this daemon is at work on {_AT_ONCE} grammars: no more are taken meanwhile")
+            raise GrammarBusy(f"this daemon is at work on {_AT_ONCE} grammars: no more are taken meanwhile")
         return future
 
     def _load(self) -> "GrammarCompiler | str":
-        """Return a compiler, or why there is none: an error would keep the frames of everybody it is raised for."""
+        """Return a compiler, or why there is none: an error would keep the frames of everybody it is raised for.
+
+        Clients are told why: nothing of this machine, whose paths a library's own words may hold.
+        """
         try:
             from xgrammar import GrammarCompiler
 
             vocabulary = read_vocabulary(self._model_dir, self._vocab_size)
             threads = max(1, min(8, (os.cpu_count() or 1) // 2))
             return GrammarCompiler(vocabulary, max_threads=threads, cache_enabled=True, cache_limit_bytes=self._cache_bytes)
+        except GrammarUnsupported as error:
+            self._log_unread(error)
+            return str(error)
         except Exception as error:  # noqa: BLE001 - of transformers and xgrammar, which raise anything
-            log.warning("structured output is left to vLLM: the tokenizer cannot be read", error=reason_of(error))
-            return f"the tokenizer of {self._model_dir} cannot be read for grammars: {reason_of(error)}"
+            self._log_unread(error)
+            return "the model's tokenizer cannot be read for grammars; the daemon's log says why"
+
+    def _log_unread(self, error: Exception) -> None:
+        log.warning(
+            "structured output is left to vLLM: the tokenizer cannot be read",
+            model_dir=str(self._model_dir),
+            error=reason_of(error),
+        )

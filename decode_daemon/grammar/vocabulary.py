@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from decode_daemon.grammar.errors import GrammarUnsupported
+
 if TYPE_CHECKING:
     from xgrammar import TokenizerInfo
 
@@ -10,13 +12,15 @@ if TYPE_CHECKING:
 def read_vocabulary(model_dir: Path, vocab_size: int) -> "TokenizerInfo":
     """Return the vocabulary of a Hugging Face folder for a model of `vocab_size` ids.
 
-    Takes seconds the first time in a process. Raises ValueError, ImportError, or whatever transformers and xgrammar raise.
+    Takes seconds the first time in a process. Raises GrammarUnsupported for one that vLLM reads otherwise, ImportError, or
+    whatever transformers and xgrammar raise.
     """
     if any(model_dir.glob("consolidated*.safetensors")) and (
         (model_dir / "tekken.json").exists() or any(model_dir.glob("tokenizer.model.v*"))
     ):
-        raise ValueError(
-            "vLLM reads it with mistral-common: serve a folder without consolidated weights, tekken.json and tokenizer.model.v*"
+        raise GrammarUnsupported(
+            "vLLM reads the model's tokenizer with mistral-common: "
+            "serve a folder without consolidated weights, tekken.json and tokenizer.model.v*"
         )
     from transformers import AutoTokenizer
     from xgrammar import TokenizerInfo

@@ -39,7 +39,7 @@ def exchanges(draw: st.DrawFn, endpoint: Endpoint, *, logprobs: bool = True) -> 
         fields["stop_token_ids"] = draw(st.lists(st.sampled_from(ids), max_size=2))
     fields["max_tokens"] = draw(st.one_of(st.just(len(ids)), st.integers(1, len(ids))))
     fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
-    alternatives = draw(st.sampled_from([None, 0, 1, 3, -1])) if logprobs else None
+    alternatives = draw(st.sampled_from([None, 0, 1, 3])) if logprobs else None
     told: tuple[TokenLogprobs, ...] = ()
     if alternatives is not None:
         counted = {"top_logprobs": alternatives, "logprobs": True}
@@ -79,9 +79,9 @@ def stops_in(text: str) -> st.SearchStrategy[str]:
 
 @st.composite
 def logprobs_of(draw: st.DrawFn, tokenizer: Tokenizer, token: int, alternatives: int) -> TokenLogprobs:
-    """What a sampler tells of a token: that one's, and as many of the most probable as are asked for (-1: all)."""
-    count = 5 if alternatives < 0 else alternatives
-    ids = draw(st.lists(st.one_of(st.just(token), tokens_of(tokenizer)), min_size=count, max_size=count, unique=True))
-    values = sorted(draw(st.lists(_NATURAL, min_size=count, max_size=count)), reverse=True)
+    """What a sampler tells of a token: that one's, and as many of the most probable as are asked for."""
+    others = st.one_of(st.just(token), tokens_of(tokenizer))
+    ids = draw(st.lists(others, min_size=alternatives, max_size=alternatives, unique=True))
+    values = sorted(draw(st.lists(_NATURAL, min_size=alternatives, max_size=alternatives)), reverse=True)
     top = tuple(zip(ids, values, strict=True))
     return TokenLogprobs(dict(top).get(token, draw(_NATURAL)), top)

@@ -8,7 +8,8 @@ from typing import Any
 
 from gateway.cards import Defaults
 from gateway.endpoints import Endpoint
-from gateway.plan import Grammar, Plan
+from gateway.grammars import Grammar
+from gateway.plan import Plan
 from tests.kit.gateway import bpe_tokenizer
 
 _CONTEXT = 2**40  # tokens; the rest of it is what a plan without a limit means
@@ -48,7 +49,7 @@ def sampled_alike(params: Any, plan: Plan) -> None:
         assert getattr(sampling, name) == getattr(params, name), name
     assert sampling.top_k == max(0, params.top_k)  # vLLM takes -1 and 0 alike
     assert dict(sampling.logit_bias) == (params.logit_bias or {})
-    assert list(sampling.allowed_token_ids) == (params.allowed_token_ids or [])
+    assert sampling.allowed_token_ids == tuple(dict.fromkeys(params.allowed_token_ids or ()))  # a set, to vLLM
     assert list(sampling.bad_words) == params.bad_words
     assert list(map(list, sampling.bad_word_ids)) == (params.bad_words_token_ids or [])
     assert list(sampling.stop_token_ids) == params.stop_token_ids

@@ -111,7 +111,6 @@ MANY = [1] * 300_000
     [
         ({"logprobs": 101}, "logprobs is 101; at most 100"),
         ({"logprobs": 2**32 - 1}, "at most 100"),
-        ({"grammar": pb.Grammar(kind=pb.Grammar.REGEX, source="a" * (1 << 20))}, "at most 1048576 are taken"),
         ({"allowed_token_ids": MANY, "stop_token_ids": MANY}, "names 600000 token ids"),
         ({"bad_words": [pb.TokenIds(ids=MANY), pb.TokenIds(ids=MANY)]}, "names 600000 token ids"),
         ({"logit_bias": dict.fromkeys(range(150_000), 1.0), "ending_token_ids": [1] * 400_000}, "names 550000 token ids"),
@@ -128,6 +127,16 @@ async def test_what_is_too_large_is_refused_before_anything_is_prefilled_and_fre
     assert server.freed == [(0, 1)]
     assert server.ended("bad_request") == 1
     assert (await rest(await server.landed()))[-1].tokens.finish == pb.Tokens.LENGTH
+
+
+async def test_a_grammar_that_is_too_large_is_left_to_vllm(serve: Serve) -> None:
+    server = await serve(ScriptedEngine(counting(1)))
+    (refusal,) = await rest(server.decode(grammar=pb.Grammar(kind=pb.Grammar.REGEX, source="a" * (1 << 20))))
+    assert refusal.failed.code == "grammar_unsupported"
+    assert refusal.failed.message.endswith("bytes; at most 1048576 are taken")
+    await server.all_free()
+    assert server.freed == [(0, 1)]
+    assert server.ended("grammar_unsupported") == 1
 
 
 async def test_an_answer_longer_than_the_prompt_that_holds_it_is_refused_once_that_is_known(serve: Serve) -> None:

@@ -14,7 +14,7 @@ from decode_daemon.engine.protocol import FinishReason, Step
 from decode_daemon.grammar import Form, Grammars
 from decode_daemon.slots import SlotState
 from handoff import decode_pb2 as pb
-from tests.kit.grammar import PERSON, held, ready, write_tokenizer
+from tests.kit.grammar import PERSON, HeldForm, held, ready, write_tokenizer
 from tests.kit.handoff import comes_true
 from tests.kit.streaming import ScriptedEngine, Serve, counting, event, rest
 
@@ -79,6 +79,22 @@ async def test_a_daemon_without_grammars_refuses_them(serve: Serve) -> None:
     (refusal,) = await rest(server.decode(grammar=CHOICE))
     assert (refusal.failed.code, refusal.failed.message) == ("grammar_unsupported", "this daemon serves no grammars")
     await server.all_free()
+
+
+async def test_a_daemon_at_work_on_other_grammars_refuses_for_now_before_its_slot_is_reserved(
+    serve: Serve, grammars: Grammars
+) -> None:
+    server = await serve(ScriptedEngine(counting(1)), grammars=grammars)
+    forms = [HeldForm(pb.Grammar.CHOICE, f'["{number}"]') for number in range(4)]
+    with held():
+        others = [asyncio.create_task(grammars.constraint(form, [])) for form in forms]
+        await comes_true(lambda: len(grammars._compiling) == 4)
+        (refusal,) = await rest(server.decode(grammar=CHOICE))
+    assert refusal.failed.code == "grammar_busy"
+    await server.all_free()
+    assert server.ended("grammar_busy") == 1
+    await asyncio.gather(*others)
+    assert (await rest(await server.landed(grammar=CHOICE)))[-1].tokens.finish == pb.Tokens.LENGTH
 
 
 async def test_reserving_and_landing_wait_for_no_grammar_but_decoding_does(

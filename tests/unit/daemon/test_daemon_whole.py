@@ -55,6 +55,16 @@ async def test_the_daemon_publishes_its_slots_its_card_and_its_metrics(lane: Run
     call.cancel()
 
 
+async def test_a_request_may_name_as_many_ids_as_are_taken(lane: Running) -> None:
+    here, _ = lane
+    most = 1 << 19
+    call = here.decode(await here.grant(), logit_bias=dict.fromkeys(range(most), 1.0))
+    await read(call, "reserved")
+    call.cancel()
+    refusal = await read(here.decode(await here.grant(), logit_bias=dict.fromkeys(range(most + 1), 1.0)), "failed")
+    assert refusal.code == "bad_request"
+
+
 async def test_the_table_shows_how_long_a_daemon_is_busy_which_falls_while_it_decodes(
     lane: Running, reference: Reference
 ) -> None:

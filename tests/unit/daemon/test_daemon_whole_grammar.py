@@ -13,11 +13,14 @@ import grpc.aio
 import pytest
 
 from decode_daemon.daemon import running
+from gateway.decode_client import DecodeClient, DecodeFailed
 from handoff import decode_pb2 as pb
+from handoff.claim import to_bytes
 from handoff.decode_pb2_grpc import DecoderStub
 from leases import LeaseTable
 from tests.kit.daemon import PROMPT, DaemonLane, Reference, Running, read, settings
-from tests.kit.grammar import LETTERS, write_letters
+from tests.kit.grammar import LETTERS, HeldForm, held, write_letters
+from tests.kit.handoff import comes_true
 from tests.kit.valkey import ValkeyProcess
 
 END = LETTERS.index("<end>")
@@ -121,6 +124,30 @@ async def test_what_grammars_cost_is_counted(here: DaemonLane, reference: Refere
     assert "anchorleg_grammar_compile_seconds_count 1.0" in text
 
 
+async def refused(here: DaemonLane, client: DecodeClient, **fields: Any) -> str:
+    """The code that a gateway is told."""
+    grant = await here.grant()
+    claim = here.claim(grant)
+    request = pb.DecodeRequest(
+        handoff_id=claim.claim.handoff_id, slot=grant.slot, epoch=grant.epoch, claim=to_bytes(claim), **fields
+    )
+    with pytest.raises(DecodeFailed) as failure:
+        await client.reserve(grant.decode_endpoint, request, 5)
+    return failure.value.code
+
+
+async def test_a_gateway_tells_a_daemon_that_is_busy_from_one_that_takes_no_such_request(here: DaemonLane) -> None:
+    grammars = here.daemon.grammars
+    async with DecodeClient() as client:
+        assert await refused(here, client, logprobs=101) == "bad_request"
+        with held():
+            others = [grammars.constraint(HeldForm(pb.Grammar.CHOICE, f'["{number}"]'), []) for number in range(4)]
+            waiting = [asyncio.create_task(other) for other in others]
+            await comes_true(lambda: len(grammars._compiling) == 4)
+            assert await refused(here, client, grammar=CHOICE) == "grammar_busy"
+        await asyncio.gather(*waiting)
+
+
 @pytest.fixture
 def mistral_dir(model_dir: Path, tmp_path: Path) -> Path:
     """A model whose tokenizer vLLM reads with another library."""
@@ -145,6 +172,7 @@ async def test_a_daemon_that_cannot_read_its_tokenizer_refuses_grammars_and_serv
     refusal = await read(without_grammars.decode(await without_grammars.grant(), grammar=CHOICE), "failed")
     assert refusal.code == "grammar_unsupported"
     assert "mistral-common" in refusal.message
+    assert "/" not in refusal.message
     grant, call = await without_grammars.reserved()
     call.cancel()
     assert grant.node_id == without_grammars.daemon.node.node_id

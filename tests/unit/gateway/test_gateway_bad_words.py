@@ -111,6 +111,15 @@ def test_words_longer_than_vllms_buffer_are_refused_with_what_is_wrong() -> None
             bad_word_ids(words, bpe_tokenizer())
 
 
+def test_more_words_than_sequences_are_refused_before_any_is_tokenized() -> None:
+    without_tokens = [chr(ord("A") + number) * 3 + "\u3042" for number in range(129)]
+    with pytest.raises(ValueError, match="has no tokens"):
+        bad_word_ids(without_tokens[:128], letters())
+    with pytest.raises(ValueError, match="more than 128 sequences"):
+        bad_word_ids(without_tokens, letters())
+    assert bad_word_ids(["cat"] * 129, letters()) == bad_word_ids(["cat"], letters())
+
+
 def test_a_tokenizer_that_pads_or_truncates_is_not_vllms() -> None:
     tokenizer = Tokenizer.from_str(bpe_tokenizer().to_str())
     tokenizer.enable_truncation(1)

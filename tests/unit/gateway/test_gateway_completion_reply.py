@@ -130,7 +130,7 @@ def test_what_vllm_tells_of_the_first_token_and_the_prompt_is_read() -> None:
     assert first.logprob == told.logprobs[0].logprob
     assert first.top == ((IDS[0], first.logprob), *OTHERS), "the token itself is among them"
     assert prefill.prompt_token_ids == list(told.prompt)
-    assert (prefill.finished, prefill.stop_reason, prefill.role) == (False, None, "")
+    assert (prefill.finished, prefill.role) == (False, "")
 
 
 def test_an_error_in_mid_stream_is_one_event_and_no_done_follows() -> None:

@@ -228,7 +228,7 @@ class TestLength:
             assert await decide(made, messages=[{"role": "user", "content": "x" * 4000}]) == Plain("prompt_not_counted")
             assert await made.free_slots() == 1
 
-    async def test_without_a_limit_or_with_one_beyond_it_the_whole_context_is_asked_for(self, lane: Rig) -> None:
+    async def test_without_a_limit_or_with_one_that_leaves_no_room_the_whole_context_is_asked_for(self, lane: Rig) -> None:
         asked: list[int] = []
         acquire = lane.parts.table.acquire
 
@@ -237,12 +237,12 @@ class TestLength:
             return await acquire(request)
 
         lane.parts.table.acquire = noting  # type: ignore[method-assign]
-        for limit in (None, 50, self.CONTEXT, 2**31 - 1):
+        for limit in (None, 50, self.CONTEXT):
             served = await decide(lane, max_tokens=limit)
             assert isinstance(served, Prefill)
             served.stream.cancel()
             await all_free(lane)
-        assert asked[0] == asked[2] == asked[3] == self.CONTEXT
+        assert asked[0] == asked[2] == self.CONTEXT
         assert asked[1] == len(json.dumps(chat(max_tokens=50))) + 512 + 50
 
 

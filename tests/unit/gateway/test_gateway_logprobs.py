@@ -56,12 +56,6 @@ def test_no_alternatives_are_none_in_a_chat_and_the_token_itself_in_a_completion
     assert completion(TokenLogprobs(-0.5), 0)["top_logprobs"] == [{"a": -0.5}]
 
 
-def test_all_alternatives_are_told_where_all_are_asked_for() -> None:
-    told = TokenLogprobs(-0.5, ((B, -0.2), (A, -0.5), (C, -9.0)))
-    assert names(chat_entry(told, -1)) == ["a", "b", "c"]
-    assert completion(told, -1)["top_logprobs"] == [{"a": -0.5, "b": -0.2, "c": -9.0}]
-
-
 @pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf, -1e30, -9999.5])
 def test_what_json_cannot_say_is_the_lowest_logprob(value: float) -> None:
     told = TokenLogprobs(value, ((B, value),))

@@ -11,12 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode_daemon.grammar import Form, GrammarUnsupported
 from gateway.body import Body
 from gateway.cards import Card, Defaults
 from gateway.eligibility import Unsupported, why_not
 from gateway.endpoints import Endpoint
 from gateway.fields import FIELDS
-from gateway.plan import Grammar, GrammarKind, Plan, make_plan
+from gateway.grammars import Grammar, GrammarKind, grammar_of
+from gateway.plan import Plan, make_plan
+from handoff import decode_pb2 as pb
 from tests.kit.fields import CHAT, COMPANIONS, COMPLETIONS, SCHEMA, TOOL, VALUES, request
 from tests.kit.gateway import bpe_tokenizer, card
 from tests.kit.sampled import sampled_alike, vllms_params, vllms_request
@@ -125,6 +128,13 @@ def test_whatever_value_the_lane_admits_vllm_takes(oracle: SimpleNamespace, endp
     as_vllm(oracle, endpoint, json.dumps(data.draw(odd_requests(endpoint))), Defaults())
 
 
+def look_at_limit(theirs: Any) -> None:
+    """What vLLM does before it tokenizes; raises where the limit that is asked for is none in the card's context."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs.build_tok_params(SimpleNamespace(max_model_len=the_card().context_tokens))
+
+
 def as_vllm(oracle: SimpleNamespace, endpoint: Endpoint, raw: str, defaults: Defaults) -> None:
     """If the lane admits a request, vLLM takes it too, and samples with what is planned."""
     body = Body(raw.encode())
@@ -135,6 +145,7 @@ def as_vllm(oracle: SimpleNamespace, endpoint: Endpoint, raw: str, defaults: Def
     assert vllms_request(oracle, endpoint, said)
     plan = make_plan(endpoint, body, replace(the_card(), defaults=defaults), tools=True)
     if isinstance(plan, Plan):
+        look_at_limit(theirs)
         sampled_alike(vllms_params(theirs, endpoint, defaults), plan)
         assert plan.form.return_token_ids is bool(theirs.return_token_ids)
         assert plan.form.tokens_as_ids is bool(theirs.return_tokens_as_token_ids)
@@ -202,6 +213,54 @@ def test_more_tokens_at_least_than_at_most_are_plain_vllms_to_refuse(endpoint: E
     why = outcome(fields, endpoint, model=replace(the_card(), defaults=Defaults(max_tokens=99)))
     assert isinstance(why, Unsupported)
     assert (why.reason, why.param) == ("unsupported_min_tokens", "min_tokens")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "param"),
+    [
+        (CHAT, {"max_tokens": 1}, "max_tokens"),
+        (CHAT, {"max_completion_tokens": 1}, "max_completion_tokens"),
+        (CHAT, {"max_completion_tokens": 1, "max_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"max_completion_tokens": None, "max_tokens": 1}, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": 1}, "max_tokens"),
+    ],
+)
+def test_a_limit_that_is_asked_for_beyond_the_context_is_plain_vllms_to_refuse(
+    oracle: SimpleNamespace, endpoint: Endpoint, fields: dict[str, Any], param: str
+) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    context = the_card().context_tokens
+    asked = {key: None if more is None else context + more for key, more in fields.items()}
+    why = outcome(asked, endpoint)
+    assert isinstance(why, Unsupported)
+    assert (why.reason, why.param) == (f"unsupported_{param}", param)
+    assert f"{param} is {context + 1}, and the whole context has {context} tokens" in why.detail
+    with pytest.raises(VLLMValidationError, match=f"{param}={context + 1}"):
+        look_at_limit(vllms_request(oracle, endpoint, request(endpoint, **asked)))
+    assert plan_of({param: context}, endpoint).max_tokens == context
+
+
+def test_limits_beyond_the_context_that_vllm_does_not_look_at_are_cut_down() -> None:
+    context = the_card().context_tokens
+    assert plan_of({"max_tokens": context + 1, "max_completion_tokens": 5}).max_tokens == 5
+    assert plan_of({"max_completion_tokens": context + 1}, COMPLETIONS).max_tokens == 16
+    assert plan_of({}, model=replace(the_card(), defaults=Defaults(max_tokens=context + 1))).max_tokens == context + 1
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_a_card_without_the_size_of_its_vocabulary_serves_nothing_and_says_why(endpoint: Endpoint) -> None:
+    why = outcome({"stop_token_ids": [5]}, endpoint, model=replace(the_card(), vocab_size=0))
+    assert isinstance(why, Unsupported)
+    assert (why.reason, why.param) == ("no_card", None)
+    assert "does not tell the size of the vocabulary" in why.detail
+    assert outcome({}, endpoint, model=replace(the_card(), vocab_size=0)) == why
+
+
+def test_ids_that_are_named_twice_travel_once() -> None:
+    sampling = plan_of({"allowed_token_ids": [7, 3, 7, 7], "stop_token_ids": [5, 2, 5]}).sampling
+    assert sampling.allowed_token_ids == (7, 3)
+    assert sampling.stop_token_ids == (5, 2)
 
 
 def test_a_models_own_limit_of_nothing_is_plain_vllms_to_refuse() -> None:
@@ -306,10 +365,76 @@ def test_a_constraint_is_one_grammar_whichever_field_names_it(fields: dict[str, 
     assert plan_of(fields).grammar == grammar
 
 
-def test_a_schema_with_numbers_that_json_does_not_know_is_plain_vllms() -> None:
-    why = outcome({"structured_outputs": {"json": {"maximum": float("nan")}}})
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}}, "response_format"),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA}, "response_format": {"type": "text"}}, "structured_outputs"),
+    ],
+)
+def test_a_grammar_knows_the_field_that_it_comes_from(fields: dict[str, Any], param: str) -> None:
+    grammar = plan_of(fields).grammar
+    assert grammar is not None
+    assert grammar.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"json": {"maximum": float("nan")}}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"maximum": float("nan")}}}},
+            "response_format",
+        ),
+    ],
+)
+def test_a_schema_with_numbers_that_json_does_not_know_is_plain_vllms(fields: dict[str, Any], param: str) -> None:
+    why = outcome(fields)
     assert isinstance(why, Unsupported)
-    assert why.reason == "unsupported_response_format"
+    assert (why.reason, why.param) == (f"unsupported_{param}", param)
+    assert why.detail == "the grammar has numbers that JSON does not know"
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"properties": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": nested(65)}}},
+        {"response_format": {"type": "structural_tag", "format": nested(80)}},
+        {"structured_outputs": {"json": nested(65)}},
+        {"structured_outputs": {"json": json.dumps(nested(65))}},
+        {"structured_outputs": {"structural_tag": json.dumps(nested(81))}},
+    ],
+)
+def test_a_grammar_that_nests_deeper_than_vllm_takes_is_the_daemons_to_refuse(
+    oracle: SimpleNamespace, fields: dict[str, Any]
+) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    grammar = plan_of(fields).grammar
+    assert grammar is not None
+    with pytest.raises(GrammarUnsupported, match="nest at most"):
+        Form(pb.Grammar.Kind.Value(grammar.kind), grammar.source).parse()
+    model = SimpleNamespace(max_logprobs=20, get_vocab_size=lambda: VOCAB, is_diffusion=False)
+    with pytest.raises(VLLMValidationError, match="nested too deeply"):
+        vllms_params(vllms_request(oracle, CHAT, request(CHAT, **fields)), CHAT, Defaults()).verify(
+            model, None, SimpleNamespace(backend="auto"), bpe_tokenizer()
+        )
+
+
+def test_a_schema_that_nests_too_deeply_to_be_written_is_plain_vllms() -> None:
+    with pytest.raises(ValueError, match="nests without end"):
+        grammar_of(None, {"json": nested(100_000)})
 
 
 @pytest.mark.parametrize(

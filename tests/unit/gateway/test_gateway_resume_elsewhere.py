@@ -17,6 +17,7 @@ from leases import LeaseTable
 from tests.kit.gateway import MODEL, PROMPT, bpe_tokenizer, handed_over
 from tests.kit.legs import ScriptedDaemon, ScriptedVllm, Step, answers, failed, hangs, landed, reserved, tokens
 from tests.kit.relay import (
+    CHAT,
     COMPLETIONS,
     END,
     FAILED_NODE,
@@ -25,7 +26,6 @@ from tests.kit.relay import (
     REST,
     SO_FAR,
     TEXT,
-    TOKENIZE,
     Relayed,
     answer_of_vllm,
     body_of,
@@ -109,17 +109,37 @@ async def test_a_second_prefill_is_a_request_that_vllm_accepts(redis_url: str, v
     assert (sampling.max_tokens, sampling.allowed_token_ids, sampling.ignore_eos) == (1, SO_FAR[-1:], True)
 
 
-async def test_a_daemon_that_dies_before_it_landed_is_replaced_from_the_first_token_on(
-    redis_url: str, vllm: ScriptedVllm
+BEFORE_ITS_FIRST_STEP: dict[str, list[Step]] = {
+    "dies before it landed": ["die"],
+    "never lands": ["hang"],
+    "dies when it has landed": [landed(FIRST), "die"],
+    "is busy with another request": [landed(FIRST), "hang"],
+    "has no grammar after all": [landed(FIRST), failed("grammar_failed")],
+}
+
+
+@pytest.mark.parametrize("script", BEFORE_ITS_FIRST_STEP.values(), ids=BEFORE_ITS_FIRST_STEP.keys())
+async def test_the_first_token_waits_for_the_daemons_step_so_that_vllm_can_serve_all_of_it_in_its_place(
+    redis_url: str, vllm: ScriptedVllm, script: list[Step]
 ) -> None:
-    vllm.answers = {TOKENIZE: answers({"tokens": list(PROMPT)}), COMPLETIONS: answers(prefilled(FIRST))}
+    vllm.answers[CHAT] = answers(b"data: own\n\n", content_type="text/event-stream")
     async with (
         ScriptedDaemon(goes_on([FIRST])).registered(redis_url) as second,
-        relayed(["die"], vllm, redis_url=redis_url, **NOT_VLLMS) as served,
+        relayed(script, vllm, redis_url=redis_url, **NOT_VLLMS) as served,
     ):
-        assert said(await body_of(served, answer_of_vllm())) == (TEXT, "stop")
-        assert vllm.asked[-1].json()["prompt"] == list(PROMPT)
-        assert (second.requests[0].answered, second.requests[0].max_tokens) == (0, 50)
+        assert await body_of(served, answer_of_vllm()) == b"data: own\n\n"
+        assert served.relay.outcome == "resumed"
+        assert second.requests == []
+
+
+async def test_a_client_that_leaves_while_the_first_token_waits_frees_the_slot(vllm: ScriptedVllm) -> None:
+    async with relayed([landed(FIRST), "hang"], vllm, **NOT_VLLMS) as served:
+        answering = asyncio.create_task(served.relay.answer(answer_of_vllm()))
+        await asyncio.wait([answering], timeout=0.05)
+        answering.cancel()
+        await asyncio.wait([answering], timeout=5)
+        await served.relay.aclose()
+        await asyncio.wait_for(served.daemon.cancelled.wait(), 1)
 
 
 async def test_a_stop_string_may_begin_at_one_daemon_and_end_at_the_other(redis_url: str, vllm: ScriptedVllm) -> None:
@@ -283,17 +303,18 @@ async def read_all(served: Relayed) -> None:
 
 
 async def test_logprobs_go_on_at_the_other_daemon(redis_url: str, vllm: ScriptedVllm) -> None:
-    vllm.answers[COMPLETIONS] = answers(prefilled(FIRST))
-    told = [pb.TokenLogprobs(logprob=-2.0)]
-    second = [reserved(), landed(FIRST), tokens(1, END, finish=pb.Tokens.STOP, logprobs=told)]
+    vllm.answers[COMPLETIONS] = answers(prefilled(REST[0]))
+    told = [[pb.TokenLogprobs(logprob=logprob)] for logprob in (-2.0, -3.0)]
+    begun: list[Step] = [landed(FIRST), tokens(1, REST[0], logprobs=told[0]), "die"]
+    second = [reserved(), landed(REST[0], [*PROMPT, FIRST]), tokens(1, END, finish=pb.Tokens.STOP, logprobs=told[1])]
     first = json.loads(answer_of_vllm())
     entry = {"token": f"token_id:{FIRST}", "logprob": -1.0, "top_logprobs": []}
     first["choices"][0]["logprobs"] = {"content": [entry]}
     async with (
         ScriptedDaemon(second).registered(redis_url),
-        relayed([landed(FIRST), "die"], vllm, redis_url=redis_url, logprobs=True, **NOT_VLLMS) as served,
+        relayed(begun, vllm, redis_url=redis_url, logprobs=True, **NOT_VLLMS) as served,
     ):
         read = events(await body_of(served, json.dumps(first).encode()))
     choices = [event["choices"][0] for event in read if event != b"[DONE]"]
     content = [entry["logprob"] for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
-    assert content == [-1.0, -2.0]
+    assert content == [-1.0, -2.0, -3.0]

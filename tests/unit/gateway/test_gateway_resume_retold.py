@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from gateway.endpoints import Endpoint
+from handoff import decode_pb2 as pb
 from tests.kit.gateway import bpe_tokenizer, chat, prompt_request
-from tests.kit.legs import ScriptedVllm, answers, chat_chunk, completion, hangs, landed, streams
+from tests.kit.legs import ScriptedVllm, answers, chat_chunk, completion, hangs, landed, streams, tokens
 from tests.kit.relay import (
     CHAT,
     COMPLETIONS,
@@ -65,7 +66,10 @@ async def test_vllm_is_asked_what_the_client_asked_but_for_the_form(
     logprobs: dict[str, Any] = {"logprobs": True} if endpoint is Endpoint.CHAT else {"logprobs": 1}
     for extra in ({}, logprobs):
         vllm.asked.clear()
-        async with relayed(DIES, vllm, endpoint=endpoint, **GREEDY, **form, **extra, user="me") as served:
+        lands, *steps = MID_STREAM
+        spoken = [tokens(1 + n, token, logprobs=[pb.TokenLogprobs(logprob=-1.0)]) for n, token in enumerate(SO_FAR[1:])]
+        script = [lands, *(spoken if extra else steps), "die"]
+        async with relayed(script, vllm, endpoint=endpoint, **GREEDY, **form, **extra, user="me") as served:
             first = json.loads(answer_of_vllm(endpoint=endpoint))
             first["choices"][0]["logprobs"] = told(endpoint) if extra else None
             await body_of(served, json.dumps(first).encode())
