@@ -19,8 +19,10 @@ class DaemonSettings(ProcessSettings):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights and KV cache; vLLM's --dtype.")
     context_tokens: int = Field(4096, ge=16, description="Prompt and output of one request; vLLM's --max-model-len.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: one per core.")
-    step: Literal["auto", "native", "torch"] = Field(
-        "auto", description="What computes a step: native code where it can be built, only that, or PyTorch."
+    step: Literal["auto", "cuda", "native", "torch"] = Field(
+        "auto",
+        description="What computes a step: kernels for CUDA on GPUs from Hopper on, native code where it can be built, PyTorch "
+        "elsewhere; or only the one named.",
     )
     pin_threads: bool = Field(True, description="Keep the native step's threads on cores of their own when they fill them all.")
     cache_dir: Path | None = Field(None, description="Where native code is built; default: $XDG_CACHE_HOME/anchorleg.")

@@ -58,7 +58,9 @@ class ChatStream:
         self._chunks = ChatChunks(plan, prefill, state)
         self._choices = ChatChoices(plan, state)
         # Only the text differs from chunk to chunk; encoding the rest anew each time would cost more than the text.
-        self._plain = plan.sampling.logprobs is None and not plan.form.return_token_ids and not plan.form.continuous_usage
+        self._bare = plan.sampling.logprobs is None and not plan.form.return_token_ids
+        self._plain = self._bare and not plan.form.continuous_usage
+        self._terse = plan.form.terse
         self._before, self._after = self._chunks.around(
             b'{"index":0,"delta":{"content":', b'},"logprobs":null,"finish_reason":null,"token_ids":null}'
         )
@@ -68,8 +70,11 @@ class ChatStream:
         return self._chunks.role()
 
     def write(self, batch: Batch) -> bytes:
-        """Return the chunk of a batch of tokens."""
+        """Return the chunk of a batch of tokens; nothing where vLLM would send none."""
         delta = self._state.feed(batch)
+        if self._terse and not delta.text:
+            told = delta.finish_reason is not None or not self._bare
+            return self._chunks.chunk(self._choices.choice(b"{}", delta)) if told else b""
         text = encode(delta.text)
         if self._plain and delta.finish_reason is None:
             return self._before + text + self._after

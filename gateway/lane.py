@@ -275,6 +275,8 @@ def _as_served(form: Form, body: Body, settings: GatewaySettings) -> Form:
     if settings.force_include_usage:
         # In each chunk, too, whatever a request says of either (should_include_usage in vLLM's api_utils.py).
         form = replace(form, include_usage=form.stream, continuous_usage=form.stream)
+    if "derender" in (settings.tools, settings.reasoning):
+        form = replace(form, terse=True)
     if settings.return_tokens_as_token_ids and body.get("return_tokens_as_token_ids") is None:
         form = replace(form, tokens_as_ids=True)
     return form

@@ -56,6 +56,7 @@ class Form:
     spaces_between_special_tokens: bool = True
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # in logprobs: "token_id:7" instead of the token's text
+    terse: bool = False  # as a vLLM with a parser streams a chat: no chunk, and no content, for tokens without text
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,8 @@ class Relay:
                     head = b""
                     if state.finish_reason is not None:
                         self._free()  # a client that reads slowly holds no slot
-                    yield chunk
+                    if chunk:
+                        yield chunk
                     if state.finish_reason is not None:
                         break
         except NotHealed as error:

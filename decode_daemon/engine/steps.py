@@ -101,7 +101,10 @@ def _cuda(config: LlamaConfig, weights: Weights, context_tokens: int) -> StepMod
     device = torch.device("cuda", torch.cuda.current_device())
     if reason := unsupported(config, weights.embedding.dtype, device):
         raise _NoCudaError(reason)
-    model = CudaModel(config, weights, context_tokens, device=device)
+    try:
+        model = CudaModel(config, weights, context_tokens, device=device)
+    except RuntimeError as error:  # of CUDA, or of Triton, which needs a C compiler to launch what it compiled
+        raise _NoCudaError(str(error)) from error
     log.info("decode step", step="cuda", why="this GPU runs it", device=torch.cuda.get_device_name(device))
     return model
 

@@ -1,6 +1,5 @@
 """What the CUDA model queues, without a GPU: its graphs are replaced by a function that stands for the model."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -103,12 +102,12 @@ class FakeEvent:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CudaModel, FakeStep]]:
+def model(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaModel, FakeStep]:
     step = FakeStep()
     monkeypatch.setattr(cuda, "Step", lambda *_, **__: step)
     monkeypatch.setattr(cuda, "_results", lambda: (torch.zeros(4, dtype=torch.int64), [FakeEvent() for _ in range(4)]))
     monkeypatch.setattr(CudaModel, "_captured", lambda _, width, bucket: FakeGraph(step, width, bucket))
-    yield CudaModel(CONFIG, weights(), CONTEXT, device=CPU), step
+    return CudaModel(CONFIG, weights(), CONTEXT, device=CPU), step
 
 
 def test_greedy_steps_follow_each_other_with_one_always_queued_ahead(model: tuple[CudaModel, FakeStep]) -> None:
@@ -232,6 +231,15 @@ def test_a_gpu_is_chosen_where_there_is_one(gpu: pytest.MonkeyPatch, model: tupl
     with structlog.testing.capture_logs() as lines:
         assert choose_step(CONFIG, whole, CONTEXT) is model[0]
     assert [(line["step"], line["device"]) for line in lines] == [("cuda", "a GPU")]
+
+
+def test_a_gpu_whose_kernels_cannot_be_launched_is_a_reason(gpu: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    gpu.setattr(cuda, "CudaModel", broken)
+    with pytest.raises(EngineError, match="CUDA step is not possible here: Failed to find C compiler"):
+        choose_step(CONFIG, on_device(weights(), CPU, torch.bfloat16), CONTEXT, step="cuda")
 
 
 def test_without_a_gpu_the_cuda_step_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
+# mypy: disable-error-code="import-untyped"
 """The GPU kernels against the PyTorch step: interpreted on the CPU, in float32; and on a GPU where there is one."""
 
-import importlib
-import sys
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
-from types import ModuleType
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,18 +44,14 @@ CONTEXT = 140
 PROMPT = 126  # splits hold 128 positions, so that new rows fall on two of them
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The step module with kernels that Triton interprets, which it decides where a kernel is defined."""
-
-    def forget() -> None:
-        for name in [name for name in sys.modules if name.startswith("decode_daemon.engine.cuda")]:
-            monkeypatch.delitem(sys.modules, name)
-
-    forget()
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    yield importlib.import_module("decode_daemon.engine.cuda.step")
-    forget()
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Executor]:
+    """A process in which Triton interprets kernels; it decides that where it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            process.submit(torch.set_num_threads, 2).result()
+            yield process
 
 
 def random_weights(config: LlamaConfig) -> Weights:
@@ -82,10 +80,65 @@ def random_weights(config: LlamaConfig) -> Weights:
     return Weights(embedding, layers, tensor(config.hidden, mean=1.0), head)
 
 
-# The interpreter computes padded rows of whatever their buffers hold, with NumPy, which warns.
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("family", "width"), [("llama", 3), ("qwen2", 1), ("qwen3", 2)])
-def test_a_step_is_the_pytorch_step(interpreted: ModuleType, family: str, width: int) -> None:
+def test_a_step_is_the_pytorch_step(interpreter: Executor, family: str, width: int) -> None:
+    interpreter.submit(check_step, family, width).result()
+
+
+def test_of_equal_logits_the_lowest_id_wins_and_one_that_is_not_finite_leaves_none(interpreter: Executor) -> None:
+    interpreter.submit(check_best).result()
+
+
+@pytest.mark.parametrize(("normed", "gated", "residual"), [(True, True, False), (False, False, True)])
+def test_products_compile_for_hopper(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, normed: bool, gated: bool, residual: bool
+) -> None:
+    from decode_daemon.engine.cuda.products import SLOTS, product
+
+    pointers = {"out": "bf16", "x": "bf16", "weight": "bf16"} | ({"gain": "bf16"} if normed else {"addend": "bf16"})
+    shape = {"inputs": 512, "outputs": 512, "width": 2, "rows": 2, "columns": 512, "vector": 8, "slots": SLOTS}
+    wishes = {"normed": normed, "gated": gated, "residual": residual, "biased": False, "peaked": False, "overlap": True}
+    absent = dict.fromkeys(("peaks", "addend" if normed else "gain"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert "griddepcontrol.wait" in ptx(product, pointers, {"eps": "fp32"}, shape | wishes | absent)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, normed: bool) -> None:
+    from decode_daemon.engine.cuda.attention import attend
+
+    names = ("qkv", "cache", "cos", "sin", *(("q_gain", "k_gain") if normed else ()))
+    pointers = dict.fromkeys(("partial", "peaks", "masses"), "fp32") | dict.fromkeys(names, "bf16") | {"state": "i32"}
+    scalars = {"scale": "fp32", "eps": "fp32", "context": "i32", "splits": "i32", "chunk": "i32"}
+    shape = {"heads": 4, "kv_heads": 2, "dim": 64, "rows": 16, "tile": 32, "stages": 2, "normed": normed, "overlap": True}
+    absent = {} if normed else dict.fromkeys(("q_gain", "k_gain"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = ptx(attend, pointers, scalars, shape | absent)
+    assert "mma.sync" in code  # the products of attention are tensor cores'
+    assert "cp.async" in code  # and its tiles are under way while another is computed
+
+
+def ptx(kernel: Any, pointers: dict[str, str], scalars: dict[str, str], constants: dict[str, Any]) -> str:
+    """Compile for capability 9.0, which needs no GPU; pointers are aligned as PyTorch's are."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    kinds = {name: f"*{kind}" for name, kind in pointers.items()} | scalars
+    source = ASTSource(
+        kernel,
+        {name: kinds.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
+    )
+    options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True}
+    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+
+
+def check_step(family: str, width: int) -> None:
+    from decode_daemon.engine.cuda.step import Step
+
     config = FAMILIES[family]
     weights = random_weights(config)
     reference = LlamaModel(config, weights, CONTEXT)
@@ -93,7 +146,7 @@ def test_a_step_is_the_pytorch_step(interpreted: ModuleType, family: str, width:
     reference.forward(ids[:PROMPT], 0)
     found = buckets(CONTEXT, config.kv_heads, config.head_dim)
     assert found[0].chunk == 128
-    step = interpreted.Step(config, weights, CONTEXT, found[0].splits, overlap=False)
+    step = Step(config, weights, CONTEXT, found[0].splits, overlap=False)
     step.cache.fill_(float("nan"))  # positions that nobody has written must not be read
     step.cache[:, :, :, :PROMPT] = reference.cache[:, :, :, :PROMPT]
     step.ids[:width] = ids[PROMPT:]
@@ -110,14 +163,15 @@ def test_a_step_is_the_pytorch_step(interpreted: ModuleType, family: str, width:
     assert step.state.tolist() == [end, width]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_of_equal_logits_the_lowest_id_wins_and_one_that_is_not_finite_leaves_none(interpreted: ModuleType) -> None:
+def check_best() -> None:
+    from decode_daemon.engine.cuda.step import Step
+
     config = replace(PLAIN, layers=1, intermediate=8, vocab_size=11)
     weights = random_weights(config)
     weights.head[4] = weights.head[7] = 50 * weights.head[1]
     weights.head[2] = weights.head[9] = -50 * weights.head[1]
     found = buckets(CONTEXT, config.kv_heads, config.head_dim)
-    step = interpreted.Step(config, weights, CONTEXT, found[0].splits, overlap=False)
+    step = Step(config, weights, CONTEXT, found[0].splits, overlap=False)
     step.state.copy_(torch.tensor((0, 1)))
     step.launch(1, found[0])
     assert int(step.best[0]) == int(step.logits[0].argmax())

@@ -40,7 +40,7 @@ def test_the_tokenizers_eos_and_generation_configs_eos_ids_all_stop(tmp_path: Pa
 @pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "lstrip": False}])
 def test_without_generation_config_the_configs_eos_ids_stop(tmp_path: Path, eos: object) -> None:
     files = {"config": {"eos_token_id": 7}, "tokenizer": TOKENIZER, "tokenizer_config": {"eos_token": eos}}
-    assert GenerationDefaults.read(folder(tmp_path, **files)) == GenerationDefaults(eos_token_ids=frozenset({7, 12}))
+    assert GenerationDefaults.read(folder(tmp_path, **files)) == GenerationDefaults(frozenset({7, 12}), 12)
 
 
 def test_a_folder_that_names_no_eos_stops_at_no_id(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The client's chat answer, judged by the openai client's types and by vLLM's own classes."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -370,3 +371,17 @@ def test_a_first_token_that_ends_the_answer_is_told_from_one_that_does_not(first
     prefill = readable(json.dumps(prefill_leg(Endpoint.CHAT, {}, Script((first,)))).encode())
     assert prefill is not None
     assert prefill.finished is finished
+
+
+def test_beside_a_parser_tokens_without_text_are_told_only_where_they_tell_something_else() -> None:
+    """As a vLLM with a parser streams a chat: its parsers make no delta of an empty text."""
+    half = byte_tokenizer().encode("é", add_special_tokens=False).ids[:1]
+    told = Script((*IDS[:1], *half, END))
+    for fields, deltas in (({}, ["content", "none"]), ({"return_token_ids": True}, ["content", "none", "none"])):
+        lane = lane_of(Endpoint.CHAT, fields_of(told, **fields), told)
+        plan = replace(lane.plan, form=replace(lane.plan.form, terse=True))
+        writer = stream_writer(plan, lane.prefill, lane.state)
+        written = [writer.write(batch) for batch in one_by_one(whole_batch(told, plan))]
+        read = [json.loads(chunk.removeprefix(b"data: "))["choices"][0]["delta"] for chunk in written if chunk]
+        assert ["content" if "content" in delta else "none" for delta in read] == deltas
+        assert all(delta.get("content") != "" for delta in read)

@@ -1,0 +1,1 @@
+"""The decode step for NVIDIA GPUs of compute capability 9.0 (Hopper) and later: Triton kernels in CUDA graphs."""

@@ -1,0 +1,37 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
+# Kernels are Triton's language, not Python's: their arguments are pointers and tensors that mypy has no types for.
+"""The first and the last kernel of a step: ids to rows, and maxima to the ids that come next."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def embed(x, ids, embedding, hidden: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr):
+    """Copy the embedding of each of `ids` to `x`; grid (width, hidden / block)."""
+    if overlap:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    source = embedding + tl.load(ids + row) * hidden
+    tl.store(x + row * hidden + at, tl.load(source + at, mask=at < hidden), mask=at < hidden)
+
+
+@triton.jit
+def advance(best, ids, state, peaks, width: tl.constexpr, slots: tl.constexpr, overlap: tl.constexpr):
+    """Read each row's best id from `peaks` and clear them; make the last row's the first of a step that follows.
+
+    `best` (int64 [8]) is -1 where a logit was not finite; the next step then starts from id 0, and nobody wants its result.
+    """
+    if overlap:
+        gdc_wait()
+    r = tl.arange(0, width)
+    place = peaks + r[:, None] * slots + tl.arange(0, slots)[None, :]
+    top = tl.max(tl.load(place), axis=1)
+    tl.store(place, tl.full((width, slots), -(2**63), tl.int64))
+    chosen = tl.where((top >> 32) == 0x7FFFFFFF, -1, 0x7FFFFFFF - (top & 0xFFFFFFFF))
+    tl.store(best + r, chosen)
+    rows = tl.load(state + 1)
+    tl.store(ids + tl.zeros((width,), tl.int32), tl.maximum(chosen, 0), mask=r == rows - 1)
+    tl.store(state, tl.load(state) + rows)
