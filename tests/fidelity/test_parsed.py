@@ -1,0 +1,27 @@
+"""The lane's answers are vLLM's where vLLM's parsers take answers apart, and where the model has generation defaults."""
+
+import pytest
+import pytest_asyncio
+
+from tests.fidelity.case import Case
+from tests.fidelity.catalogue import PARSED, chosen
+from tests.fidelity.lanes import Outcome
+from tests.fidelity.stacks import Running
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def outcomes(parsing: Running, request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    return {outcome.case.name: outcome for outcome in await parsing.both.outcomes(chosen(request.session.items, PARSED))}
+
+
+@pytest.mark.parametrize("case", PARSED, ids=str)
+async def test_both_lanes_give_the_same_answer(outcomes: dict[str, Outcome], case: Case) -> None:
+    outcome = outcomes[case.name]
+    assert outcome.holds, str(outcome)
+
+
+async def test_no_answer_of_the_lane_was_finished_by_vllm(outcomes: dict[str, Outcome], parsing: Running) -> None:
+    assert outcomes
+    assert await parsing.resumed() == 0
