@@ -1,7 +1,7 @@
 """A case: one request, and which lane is to serve it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ class Case:
     `reason` is None where the lane serves the request, else the `x-slo-reason` with which plain vLLM does. A request for which
     vLLM has an error goes either way. `param` names the field that a client which forbids plain vLLM is told.
     Where `sampled`, the two lanes draw from their own random numbers, and all but the drawn tokens is compared.
+    `again`: another case tries the same value, on the other endpoint or in the other form.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case:
     sampled: bool = False
     error: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
+    again: bool = False
     lane_headers: Mapping[str, str] = field(default_factory=dict)  # in place of those with which the lane is asked
 
     @property
@@ -65,20 +67,21 @@ def spread(
     *,
     streaming: Streaming = "alternate",
     paths: tuple[Path, ...] = tuple(Path),
-    in_turns: bool = False,
+    each_is_new: bool = False,
 ) -> list[Case]:
     """Return one case per entry and path, streaming or not; `alternate` takes turns, and never the same on both paths.
 
-    With `in_turns` an entry is for one path only, where the paths have the same code for it.
+    Of an entry's cases one is new, another one from entry to entry, and the others say it again; or `each_is_new`.
     """
     cases = []
     for row, (name, fields) in enumerate(table.items()):
-        for column, path in enumerate(paths):
-            if in_turns and (row // 2 + column) % len(paths):
-                continue
-            for stream in _streams(streaming, row + column):
-                build = chat if path is Path.CHAT else text
-                cases.append(build(f"{'chat' if path is Path.CHAT else 'text'}: {name}", **{**stream, **fields}))
+        entry = [
+            (chat if path is Path.CHAT else text)(f"{'chat' if path is Path.CHAT else 'text'}: {name}", **{**stream, **fields})
+            for column, path in enumerate(paths)
+            for stream in _streams(streaming, row + column)
+        ]
+        new = (row // 2 if streaming == "alternate" else row) % len(entry)
+        cases += [replace(case, again=not each_is_new and index != new) for index, case in enumerate(entry)]
     return cases
 
 

@@ -20,8 +20,13 @@ PARSED: tuple[Case, ...] = (
 """For a stack whose vLLM parses tool calls, and a model with generation defaults."""
 
 
+def new(cases: Iterable[Case]) -> list[Case]:
+    """Return the cases that do not say again what another one says: those for `make test`; `make fidelity` has them all."""
+    return [case for case in cases if not case.again]
+
+
 def chosen(items: Iterable[pytest.Item], cases: Iterable[Case]) -> list[Case]:
-    """Return the cases whose tests are to run; all of them where none of their tests is."""
+    """Return the cases whose tests are to run; all that are new where none of their tests is."""
     names = {item.name.partition("[")[2].removesuffix("]") for item in items}
-    listed = list(cases)
+    listed = new(cases)
     return [case for case in listed if case.name in names] or listed

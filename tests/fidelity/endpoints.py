@@ -1,6 +1,7 @@
 """Cases of what only one endpoint has, and of what the lane leaves to plain vLLM."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from tests.fidelity.case import ABSENT, CAPITAL, MODEL, STORY, Case, Fields, Path, chat, spread, text
@@ -144,9 +145,8 @@ _LEFT: dict[str, Fields] = {
 def _left() -> Iterator[Case]:
     for case in spread(_LEFT):
         if "logprob_token_ids" in case.fields:
-            yield Case(
-                case.name, case.path, case.fields | {"logprobs": True if case.path == Path.CHAT else 2}, case.reason, case.param
-            )
+            wanted = True if case.path == Path.CHAT else 2
+            yield replace(case, body={**case.fields, "logprobs": wanted})
         else:
             yield case
     # This vLLM has no parser.

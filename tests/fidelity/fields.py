@@ -240,12 +240,12 @@ def cases() -> list[Case]:
     """Return the cases of the fields that both endpoints have."""
     structural = chat("chat: structural_tag", response_format=_STRUCTURAL_TAG, max_tokens=16)
     return [
-        *spread(_IN_BOTH_FORMS, streaming="both"),
-        *spread(_CHOOSING, in_turns=True),
+        *spread(_IN_BOTH_FORMS, streaming="both", each_is_new=True),
+        *spread(_CHOOSING),
         *spread(_PENALTIES),
         *spread(_MASKS),
         *spread(_ENDINGS),
-        *spread(_FORM, in_turns=True),
+        *spread(_FORM),
         *spread(_STREAMS, streaming="yes"),
         *spread(_STRUCTURED),
         *spread({name: {**fields, "sampled": True} for name, fields in _DRAWN.items()}),

@@ -4,7 +4,7 @@ import pytest
 import pytest_asyncio
 
 from tests.fidelity.case import Case
-from tests.fidelity.catalogue import PARSED, chosen
+from tests.fidelity.catalogue import PARSED, chosen, new
 from tests.fidelity.lanes import Outcome
 from tests.fidelity.stacks import Running
 
@@ -16,7 +16,7 @@ async def outcomes(parsing: Running, request: pytest.FixtureRequest) -> dict[str
     return {outcome.case.name: outcome for outcome in await parsing.both.outcomes(chosen(request.session.items, PARSED))}
 
 
-@pytest.mark.parametrize("case", PARSED, ids=str)
+@pytest.mark.parametrize("case", new(PARSED), ids=str)
 async def test_both_lanes_give_the_same_answer(outcomes: dict[str, Outcome], case: Case) -> None:
     outcome = outcomes[case.name]
     assert outcome.holds, str(outcome)

@@ -21,7 +21,7 @@ _PROMPTS: dict[Path, dict[str, Any]] = {
     Path.CHAT: {"messages": [{"role": "user", "content": CAPITAL}]},
     Path.COMPLETIONS: {"prompt": STORY},
 }
-_FEW = {"max_tokens": 3, "max_completion_tokens": 3, "n": 2, "min_tokens": 2, "thinking_token_budget": 2}
+_FEW = {"max_tokens": 2, "max_completion_tokens": 2, "n": 2, "min_tokens": 2, "thinking_token_budget": 2}
 
 
 @pytest.mark.parametrize("path", Path)
@@ -50,15 +50,19 @@ def small(body: Any, prompt: dict[str, Any]) -> Any:
     if not isinstance(body, dict):
         return body
     less = {key: min(body[key], most) for key, most in _FEW.items() if type(body.get(key)) is int}
-    few = {"max_tokens": 3} if body.get("max_tokens") is None else {}
-    return {**body, **less, **few, **prompt, "model": MODEL}
+    few = {"max_tokens": 2} if body.get("max_tokens") is None else {}
+    # vLLM divides by zero where a beam's penalty is extreme, and ends the connection: the next request may find it closed.
+    mild = {"length_penalty": 1.0} if body.get("use_beam_search") else {}
+    return {**body, **less, **few, **mild, **prompt, "model": MODEL}
 
 
 def check(plain: Answer, lane: Answer, content: bytes) -> None:
     """Hold one answer against the other."""
-    assert lane.status < 500 or plain.status >= 500, (content, lane)
+    if plain.status >= 500:
+        return  # where vLLM itself fails, it may fail otherwise a second time
+    assert lane.status < 500, (content, lane)
     assert (lane.status >= 400) == (plain.status >= 400), (content, plain, lane)
-    if 400 <= plain.status < 500:  # where vLLM itself fails, it may fail otherwise a second time
+    if plain.status >= 400:
         assert (lane.status, lane.raw) == (plain.status, plain.raw), content
     if lane.status >= 400 and lane.raw != plain.raw:
         assert set(lane.value["error"]) == {"message", "type", "param", "code"}, content
