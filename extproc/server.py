@@ -29,6 +29,13 @@ log = structlog.get_logger(__name__)
 _CARD_TIMEOUT_S = 10.0
 _LAST_CALLS_S = 1.0  # for those that came while the others ended: they take milliseconds
 _RELEASE_S = 5.0  # for calls that were cut to let go of what they hold: some calls of the lease table, each bounded
+_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # Envoy pings every 10 s, also while an answer that does not stream grows in silence; gRPC's default takes that for abuse
+    # and ends the connection, with every answer on it.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -144,7 +151,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         parts = make_parts(settings, table=table, pools=pools, cards=cards, client=client, upstream=upstream, metrics=metrics)
         lane = LatencyLane(parts)
         # No bound on messages here: Envoy's buffer limit is the bound on bodies, and answers 413.
-        server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
+        server = grpc.aio.server(options=_OPTIONS)
         service = ExtProcService(lane)
         server.add_generic_rpc_handlers((service.handler(),))
         try:
