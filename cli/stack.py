@@ -2,9 +2,9 @@
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from cli.ports import Ports, choose_ports, refuse_busy_ports
@@ -22,14 +22,21 @@ class MissingModelError(ProcessError):
 class Stack:
     """Redis, vLLM, decode daemons, ext_proc and Envoy, all ready inside the block and all gone after it.
 
-    Entering checks programs, model and ports before anything starts.
+    Entering checks programs, model and ports before anything starts. `environment` is what every process gets beside ours.
 
     Raises:
         ProcessError: on entering, when something is missing, busy, or did not start.
     """
 
-    def __init__(self, settings: LocalSettings, *, report: Callable[[Progress], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        settings: LocalSettings,
+        *,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        report: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
         self._settings = settings
+        self._environment = environment
         self._report = report
         self._folder: tempfile.TemporaryDirectory[str]
         self._supervisor: Supervisor
@@ -50,7 +57,7 @@ class Stack:
                 self.services,
                 settings.logs,
                 find=find_program,
-                environment=child_environment(settings),
+                environment={**child_environment(settings), **self._environment},
                 start_timeout_s=settings.start_timeout_s,
                 stop_timeout_s=settings.stop_timeout_s,
                 report=self._report,

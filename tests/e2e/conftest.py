@@ -25,8 +25,8 @@ def model_dir() -> Path:
     return MODEL_DIR
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def session_lane(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lane]:
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def shared_lane(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lane]:
     settings = LocalSettings.load(
         ports="auto",
         dtype="float32",
@@ -45,7 +45,7 @@ async def session_lane(model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def lane(session_lane: Lane) -> AsyncIterator[Lane]:
+async def lane(shared_lane: Lane) -> AsyncIterator[Lane]:
     """The lane; after the test every slot must be free and vLLM must hold no block."""
-    yield session_lane
-    await quiet(session_lane)
+    yield shared_lane
+    await quiet(shared_lane)

@@ -128,9 +128,9 @@ class Successor:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def successor(session_lane: Lane) -> AsyncIterator[Successor]:
+async def successor(shared_lane: Lane) -> AsyncIterator[Successor]:
     """Runs until the module's last test, and so does the lane with it: no test of another module may follow."""
-    valkey = Successor(session_lane)
+    valkey = Successor(shared_lane)
     yield valkey
     await valkey.stop()
 

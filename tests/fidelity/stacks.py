@@ -1,9 +1,8 @@
 """The real stacks that the cases are sent to: Envoy, valkey, vLLM, NIXL and a decode daemon, in float32."""
 
 import json
-import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,16 +105,15 @@ def _settings(folder: Path, model: Path, vllm_arg: list[str]) -> LocalSettings:
 async def _running(
     settings: LocalSettings, environment: Mapping[str, str], report: Callable[[Progress], None]
 ) -> AsyncIterator[Running]:
-    with _in_environment(environment):
-        entered = Stack(settings, report=report)
-        async with entered as started, _client(started.base_url) as client, _client(_root(started.base_url)) as root:
-            lane = Lane(started, settings, client)
-            await lane.wait_for_slots()
-            both = BothLanes(root)
-            # The first requests pay for kernels, connections and grammars; no case shall wait for that.
-            first: dict[str, Any] = {"max_tokens": 3, "structured_outputs": {"choice": ["yes", "no"]}}
-            await both.outcomes([chat("first", logprobs=True, **first), text("first", logprobs=1, **first)])
-            yield Running(lane, both)
+    entered = Stack(settings, environment=environment, report=report)
+    async with entered as started, _client(started.base_url) as client, _client(_root(started.base_url)) as root:
+        lane = Lane(started, settings, client)
+        await lane.wait_for_slots()
+        both = BothLanes(root)
+        # The first requests pay for kernels, connections and grammars; no case shall wait for that.
+        first: dict[str, Any] = {"max_tokens": 3, "structured_outputs": {"choice": ["yes", "no"]}}
+        await both.outcomes([chat("first", logprobs=True, **first), text("first", logprobs=1, **first)])
+        yield Running(lane, both)
 
 
 def _client(base_url: str) -> httpx.AsyncClient:
@@ -125,18 +123,3 @@ def _client(base_url: str) -> httpx.AsyncClient:
 
 def _root(base_url: str) -> str:
     return base_url.removesuffix("/v1")
-
-
-@contextmanager
-def _in_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that start inside the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
