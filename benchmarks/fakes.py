@@ -29,13 +29,11 @@ SERVING: dict[str, Any] = {
     "defaults": {},
     "longest_answer": None,
     "logprobs_mode": "raw_logprobs",
-    "max_logprobs": 20,
     "grammar_backend": "auto",
     "compact_json": False,
     "reasoning_parser": "",
     "grammar_in_reasoning": False,
     "watermark": False,
-    "speculative": False,
 }
 """What the connector tells of a vLLM that was told nothing in particular (connector/serving.py)."""
 

@@ -18,13 +18,11 @@ def describe_serving(vllm_config: "VllmConfig") -> dict[str, Any]:
         "defaults": defaults,
         "longest_answer": _longest_answer(model, defaults),
         "logprobs_mode": str(getattr(model, "logprobs_mode", "raw_logprobs")),
-        "max_logprobs": int(getattr(model, "max_logprobs", 20)),
         "grammar_backend": str(getattr(structured, "backend", "auto")),
         "compact_json": bool(getattr(structured, "disable_any_whitespace", False)),
         "reasoning_parser": str(getattr(structured, "reasoning_parser", "") or ""),
         "grammar_in_reasoning": bool(getattr(structured, "enable_in_reasoning", False)),
         "watermark": getattr(vllm_config, "watermark_config", None) is not None,
-        "speculative": getattr(vllm_config, "speculative_config", None) is not None,
     }
 
 

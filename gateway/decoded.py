@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from gateway.cards import Card
 from gateway.decode_client import DecodeFailed, DecodeStream
-from gateway.plan import Plan
+from gateway.plan import Plan, stop_ids
 from gateway.settings import GatewaySettings
-from gateway.slots import stop_ids
 from gateway.tokens import Batch, TokenLogprobs
 from handoff import decode_pb2 as pb
 

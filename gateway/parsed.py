@@ -157,7 +157,7 @@ async def _with_calls(
     told: dict[int, str] = {}
     with suppress(UpstreamUnavailable):  # any id will do
         streamed = await parts.derenderer.delta(texts, finish)
-        told = {call["index"]: call["id"] for call in streamed.get("tool_calls", ()) if "id" in call}
+        told = {call["index"]: call["id"] for call in streamed.get("tool_calls", ()) if call.keys() >= {"index", "id"}}
     calls = [{**call, "id": told.get(index) or f"chatcmpl-tool-{secrets.token_hex(8)}"} for index, call in enumerate(calls)]
     reasoning = message.pop("reasoning", None)
     return {**message, "tool_calls": calls[:1] if parts.parsing.one_call else calls, "reasoning": reasoning}

@@ -14,7 +14,7 @@ from gateway.grammars import Grammar, grammar_of, is_constraint
 from gateway.prompts import prompt_ids
 from handoff.claim import SignedClaim, to_params
 
-__all__ = ["Form", "Grammar", "Plan", "Sampling", "explicit", "make_plan", "prefill_body"]
+__all__ = ["Form", "Grammar", "Plan", "Sampling", "explicit", "make_plan", "prefill_body", "stop_ids"]
 
 _MIN_TEMPERATURE = 0.01  # vLLM raises lower positive temperatures to this (SamplingParams, _MAX_TEMP)
 _MOST_BIAS = 100.0
@@ -157,6 +157,12 @@ def explicit(sampling: Sampling) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "ignore_eos": sampling.ignore_eos,
     }
+
+
+def stop_ids(sampling: Sampling, card: Card) -> frozenset[int]:
+    """Return the ids that end an answer."""
+    own = () if sampling.ignore_eos else card.stop_token_ids
+    return frozenset([*own, *sampling.stop_token_ids])
 
 
 def _kept(endpoint: Endpoint) -> tuple[str, ...]:

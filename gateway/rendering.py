@@ -17,6 +17,7 @@ from gateway.cards import Card
 from gateway.eligibility import Unsupported, unsupported
 from gateway.grammars import Grammar, admits_structured_outputs, grammar_of
 from gateway.plan import Plan
+from gateway.tokens import TokenId
 from gateway.upstream import Credentials, UpstreamUnavailable
 
 log = structlog.get_logger(__name__)
@@ -28,7 +29,6 @@ _NOT_RENDERED = frozenset({"stream", "stream_options", "kv_transfer_params"})
 _UNAVAILABLE = "derender_unavailable"
 
 _T = TypeVar("_T")
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class Post(Protocol):
@@ -109,14 +109,14 @@ class _SamplingParams(msgspec.Struct):
     """vLLM leaves out what is at its default."""
 
     stop: list[str] = []
-    stop_token_ids: list[_TokenId] = []
+    stop_token_ids: list[TokenId] = []
     skip_special_tokens: bool = True
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
 
 
 class _GenerateRequest(msgspec.Struct):
-    token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     sampling_params: _SamplingParams
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None

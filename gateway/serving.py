@@ -17,7 +17,7 @@ from gateway.endpoints import Endpoint
 from gateway.plan import Plan
 from gateway.reasoning import reasoning_tokens
 from gateway.settings import GatewaySettings
-from gateway.upstream import TokenId
+from gateway.tokens import TokenId
 from handoff.claim import CLAIM_KEY
 
 log = structlog.get_logger(__name__)
@@ -46,13 +46,11 @@ class Serving:
     defaults: Mapping[str, float | None]  # of sampling, by request field
     longest_answer: _Limit | None  # tokens, whatever a request asks for
     logprobs_mode: str
-    max_logprobs: int
     grammar_backend: str
     compact_json: bool  # grammars for JSON allow no whitespace
     reasoning_parser: str  # empty: none
     grammar_in_reasoning: bool
     watermark: bool
-    speculative: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from gateway.cards import Card
 from gateway.decode_client import DecodeClient, DecodeFailed, DecodeStream
 from gateway.eligibility import Unsupported
 from gateway.metrics import GatewayMetrics
-from gateway.plan import Grammar, Plan, Sampling
+from gateway.plan import Grammar, Plan, stop_ids
 from gateway.pools import Pools
 from gateway.settings import GatewaySettings
 from gateway.slo import Wish
@@ -226,12 +226,6 @@ class Slots:
 def _retry_after_s(estimate_ms: int | None) -> int:
     """Return whole seconds: 1 where the table knows nothing yet, and never more than anybody would believe."""
     return max(1, min(_LONGEST_RETRY_AFTER_S, math.ceil((estimate_ms or 0) / 1000)))
-
-
-def stop_ids(sampling: Sampling, card: Card) -> frozenset[int]:
-    """Return the ids that end an answer."""
-    own = () if sampling.ignore_eos else card.stop_token_ids
-    return frozenset([*own, *sampling.stop_token_ids])
 
 
 def _decode_request(signed: SignedClaim, wanted: Wanted) -> pb.DecodeRequest:

@@ -1,6 +1,11 @@
 """Tokens of an answer on their way to the client, whoever decoded them: prefill, a daemon, or vLLM going on for one."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Every call carries the client's own credentials: the gateway may do at vLLM only
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import httpx
 import msgspec
@@ -15,12 +15,11 @@ from gateway.body import Body
 from gateway.endpoints import Endpoint
 from gateway.logprobs import read_chat_logprobs, read_completion_logprobs
 from gateway.sse import EventReader
-from gateway.tokens import Batch
+from gateway.tokens import Batch, TokenId
 
 Credentials = Mapping[bytes, bytes]
 """Header names and values, byte for byte as the client sent them."""
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 _CREDENTIALS = ("authorization", "x-request-id", "x-data-parallel-rank", "x-session-id", "x-vllm-priority")  # vLLM reads them
 _CONNECT_S = 2.0

@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from benchmarks.fakes import SERVING
 from gateway.body import Body
 from gateway.cards import Card, read_card
 from gateway.upstream import Credentials
@@ -84,19 +85,6 @@ def prompt_request(**fields: Any) -> dict[str, Any]:
 
 
 PROMPT = tuple(ids_of("The capital of France is"))
-SERVING: dict[str, Any] = {
-    "defaults": {},
-    "longest_answer": None,
-    "logprobs_mode": "raw_logprobs",
-    "max_logprobs": 20,
-    "grammar_backend": "auto",
-    "compact_json": False,
-    "reasoning_parser": "",
-    "grammar_in_reasoning": False,
-    "watermark": False,
-    "speculative": False,
-}
-"""A vLLM that was told nothing in particular."""
 
 
 def handed_over(first: int, prompt: Sequence[int] = PROMPT, **serving: Any) -> dict[str, Any]:

@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from connector.serving import describe_serving
 from gateway.serving import read_handed_over
 from handoff.claim import CLAIM_KEY
@@ -27,13 +25,11 @@ PLAIN: dict[str, Any] = {
     "defaults": {},
     "longest_answer": None,
     "logprobs_mode": "raw_logprobs",
-    "max_logprobs": 20,
     "grammar_backend": "auto",
     "compact_json": False,
     "reasoning_parser": "",
     "grammar_in_reasoning": False,
     "watermark": False,
-    "speculative": False,
 }
 
 
@@ -75,10 +71,9 @@ def test_what_an_operator_overrides_is_told(tmp_path: Path) -> None:
 def test_kinds_of_logprobs_grammars_and_parsers_are_told(tmp_path: Path) -> None:
     structured = {"backend": "guidance", "disable_any_whitespace": True, "enable_in_reasoning": True}
     structured["reasoning_parser"] = "deepseek_r1"
-    described = told(tmp_path, structured=structured, logprobs_mode="processed_logits", max_logprobs=5)
+    described = told(tmp_path, structured=structured, logprobs_mode="processed_logits")
     assert described == PLAIN | {
         "logprobs_mode": "processed_logits",
-        "max_logprobs": 5,
         "grammar_backend": "guidance",
         "compact_json": True,
         "reasoning_parser": "deepseek_r1",
@@ -86,10 +81,9 @@ def test_kinds_of_logprobs_grammars_and_parsers_are_told(tmp_path: Path) -> None
     }
 
 
-@pytest.mark.parametrize(("option", "member"), [("watermark_config", "watermark"), ("speculative_config", "speculative")])
-def test_what_changes_how_tokens_are_drawn_is_told(option: str, member: str) -> None:
+def test_a_watermark_is_told() -> None:
     model = SimpleNamespace(get_diff_sampling_param=dict)
-    assert describe_serving(SimpleNamespace(model_config=model, **{option: object()}))[member] is True
+    assert describe_serving(SimpleNamespace(model_config=model, watermark_config=object()))["watermark"] is True
 
 
 def test_a_version_of_vllm_without_an_option_has_it_off() -> None:

@@ -61,7 +61,6 @@ def test_what_the_connector_tells_is_read() -> None:
         {"compact_json": "no"},
         {"reasoning_parser": None},
         {"watermark": None},
-        {"max_logprobs": None},
     ],
 )
 def test_a_configuration_that_is_none_is_no_handoff(change: dict[str, Any]) -> None:
@@ -199,10 +198,6 @@ def test_a_parser_of_reasoning_that_the_gateway_does_not_know_of_makes_other_cha
 
 def test_a_watermark_is_in_every_answer() -> None:
     assert "watermark" in str(why({"watermark": True}, temperature=0))
-
-
-def test_speculative_decoding_changes_no_answer() -> None:
-    assert why({"speculative": True, "max_logprobs": 5}) is None
 
 
 class TestServings:
