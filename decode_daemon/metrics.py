@@ -20,6 +20,12 @@ class DaemonMetrics:
             "anchorleg_decode_requests", "Decode streams by how they ended", ["outcome"], registry=self.registry
         )
         self.tokens = Counter("anchorleg_decode_tokens", "Tokens decoded", registry=self.registry)
+        self.drafted = Counter(
+            "anchorleg_decode_drafted_tokens", "Tokens that were drafted and verified", registry=self.registry
+        )
+        self.accepted = Counter(
+            "anchorleg_decode_accepted_tokens", "Drafted tokens that the answer took", registry=self.registry
+        )
         self.step_seconds = Histogram(
             "anchorleg_decode_step_seconds", "One engine step", buckets=_STEP_BUCKETS, registry=self.registry
         )

@@ -9,22 +9,28 @@ _UNMEASURED_S = 0.05
 
 
 class Pace:
-    """A running mean over the engine's steps, in seconds per token.
+    """The engine's pace over its last steps, in seconds per token.
 
-    The engine's thread observes and the event loop reads: one number, replaced as a whole.
+    It is their mean time over their mean tokens: with speculation a step makes one token or several, and the mean of each
+    step's own pace would be that of the slow ones. The engine's thread observes and the event loop reads: one number, replaced
+    as a whole.
     """
 
     def __init__(self) -> None:
-        self._measured = False
+        self._step_s: float | None = None
+        self._step_tokens = 1.0
         self.token_s = _UNMEASURED_S
 
     def observe(self, seconds: float, tokens: int) -> None:
         """Take in one step; one that made no token says nothing about the pace."""
         if tokens < 1:
             return
-        taken = seconds / tokens
-        self.token_s = self.token_s + (taken - self.token_s) * _WEIGHT if self._measured else taken
-        self._measured = True
+        if self._step_s is None:
+            self._step_s, self._step_tokens = seconds, float(tokens)
+        else:
+            self._step_s += (seconds - self._step_s) * _WEIGHT
+            self._step_tokens += (tokens - self._step_tokens) * _WEIGHT
+        self.token_s = self._step_s / self._step_tokens
 
     def time_for_ms(self, tokens: int) -> int:
         """Return how long so many tokens take, rounded up to a millisecond: 0 for none, never above `MAX_TIME_MS`."""

@@ -66,4 +66,5 @@ def decode_params(
         stop_token_ids=frozenset(request.stop_token_ids),
         constraint=constraint,
         answered=request.answered,
+        speculate=request.speculation != pb.DecodeRequest.OFF,
     )

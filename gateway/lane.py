@@ -192,7 +192,7 @@ class LatencyLane:
         if isinstance(tokens, Unsupported):
             return tokens
         stages.mark("decide")
-        wanted = Wanted(plan, card, tokens, plan.max_tokens or 0)
+        wanted = Wanted(plan, card, tokens, plan.max_tokens or 0, speculate=wish.speculate)
         reserved = await self.parts.slots.reserve(wish, wanted, stages, before_wait)
         if isinstance(reserved, Unsupported):
             return reserved

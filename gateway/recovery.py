@@ -163,7 +163,8 @@ class Recovery:
         plan, card = self._prefill.plan, self._prefill.card
         *before, first = self._progress.ids
         whole, limit = [*prompt, *before], self._progress.limit - len(before)
-        wanted = Wanted(plan, card, len(whole) + limit, limit, len(before), failed=(self._prefill.node_id,))
+        failed, speculate = (self._prefill.node_id,), self._prefill.wish.speculate
+        wanted = Wanted(plan, card, len(whole) + limit, limit, len(before), failed, speculate)
         reserved = await self._parts.slots.reserve_again(self._prefill.wish, wanted)
         if isinstance(reserved, Unsupported):
             raise DecodeFailed(reserved.reason, reserved.detail)

@@ -1,4 +1,4 @@
-"""What a client asks for in headers: the SLO class, how long it would wait, and whether the throughput lane may stand in.
+"""What a client asks for in headers: the SLO class, how long it would wait, whether the throughput lane may stand in.
 
 `x-slo-class` is compared without case and surrounding space; any other value than the ones here, and more than one value, is
 the unknown class, which plain vLLM serves.
@@ -14,6 +14,7 @@ from enum import StrEnum
 CLASS_HEADER = "x-slo-class"
 FALLBACK_HEADER = "x-slo-fallback"
 MAX_WAIT_HEADER = "x-slo-max-wait-ms"
+SPECULATION_HEADER = "x-slo-speculation"
 
 _LONGEST_WAIT_MS = 10**9
 _DIGITS = len(str(_LONGEST_WAIT_MS)) - 1
@@ -41,6 +42,7 @@ class Wish:
     slo_class: SloClass
     fallback: bool  # False: an error rather than the throughput lane
     wait_ms: int | None = None  # as it was asked for; None: the gateway's default
+    speculate: bool = True  # False: one token a step; the answer is the same
     tenant: str | None = None  # the tenant header's value, as it came; None: absent, or no header is named for it
 
 
@@ -52,6 +54,7 @@ def read_wish(headers: Mapping[str, str], tenant_header: str = "") -> Wish:
         slo_class=SloClass(value) if known else SloClass.UNKNOWN,
         fallback=headers.get(FALLBACK_HEADER, "").strip().lower() != "deny",
         wait_ms=_milliseconds(headers.get(MAX_WAIT_HEADER, "")),
+        speculate=headers.get(SPECULATION_HEADER, "").strip().lower() != "off",
         tenant=headers.get(tenant_header) if tenant_header else None,
     )
 

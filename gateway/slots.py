@@ -52,6 +52,7 @@ class Wanted:
     max_tokens: int  # of the answer, the prefilled token among them; 0: the rest of the context
     answered: int = 0  # so many of the prompt's last ids are the answer's own
     failed: tuple[str, ...] = ()  # nodes that are not asked (again)
+    speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +255,7 @@ def _decode_request(signed: SignedClaim, wanted: Wanted) -> pb.DecodeRequest:
         min_tokens=sampling.min_tokens,
         logprobs=sampling.logprobs,
         grammar=None if plan.grammar is None else _grammar(plan.grammar),
+        speculation=pb.DecodeRequest.AS_SET if wanted.speculate else pb.DecodeRequest.OFF,
     )
 
 

@@ -1,17 +1,20 @@
-"""The decode loop: one sequence, one token per step.
+"""The decode loop: one sequence, and for each step the next token and as many drafted ones as were right.
 
-It owns the order of things (stop ids before length, cancellation before work) and nothing of how a step is computed.
+It owns the order of things (what a step verifies, cancellation before work) and nothing of how a step is computed.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from decode_daemon.engine.acceptance import Limits, Verdict, judge
 from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.limits import check_lengths
-from decode_daemon.engine.protocol import DecodeParams, EngineDescription, EngineError, FinishReason, Step
+from decode_daemon.engine.protocol import DecodeParams, EngineDescription, EngineError, Step
 from decode_daemon.engine.sampling import Choice, Sampler
+from decode_daemon.engine.speculation import Draft, Speculation, SpeculationKind
 from decode_daemon.engine.steps import StepKind, StepModel, choose_step
 from decode_daemon.engine.weights import load_weights
 
@@ -21,8 +24,10 @@ _DTYPES = (torch.bfloat16, torch.float32)
 class LlamaEngine:
     """An `Engine` for the Llama family."""
 
-    def __init__(self, model: StepModel) -> None:
+    def __init__(self, model: StepModel, speculation: Speculation | None = None) -> None:
+        """Decode with `model`, one token a step without `speculation`."""
         self._model = model
+        self._speculation = speculation
 
     @classmethod
     def load(
@@ -35,12 +40,14 @@ class LlamaEngine:
         step: StepKind = "auto",
         pin: bool = True,
         cache_dir: Path | None = None,
+        speculation: SpeculationKind = "off",
     ) -> "LlamaEngine":
         """Load a Hugging Face folder and allocate a KV cache of `context_tokens` positions.
 
         `dtype` (bfloat16 or float32) is that of weights and cache. `threads` is also PyTorch's thread count, which is one
-        for the whole process; None leaves that alone. `step`, `pin` and `cache_dir`: see `choose_step`. Raises EngineError
-        for a model, dtype or context that the engine cannot run, and for a step that this machine cannot.
+        for the whole process; None leaves that alone. `step`, `pin` and `cache_dir`: see `choose_step`. `speculation`: what
+        drafts tokens, where the step can verify them exactly. Raises EngineError for a model, dtype or context that the engine
+        cannot run, and for a step that this machine cannot.
         """
         if dtype not in _DTYPES:
             raise EngineError(f"dtype {dtype} is not supported: choose torch.bfloat16 or torch.float32")
@@ -53,7 +60,8 @@ class LlamaEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         weights = load_weights(model_dir, config, dtype)
-        return cls(choose_step(config, weights, context_tokens, step=step, threads=threads, pin=pin, cache_dir=cache_dir))
+        model = choose_step(config, weights, context_tokens, step=step, threads=threads, pin=pin, cache_dir=cache_dir)
+        return cls(model, Speculation.of(speculation, model))
 
     def describe(self) -> EngineDescription:
         """Return the loaded model's shape."""
@@ -100,35 +108,69 @@ class LlamaEngine:
             constraint=params.constraint,
             device=self._model.cache.device,
         )
-        return self._steps(len(prompt_ids), [*prompt_ids[asked:], first_token], params, sampler, cancelled)
+        return self._steps([*prompt_ids, first_token], asked, params, sampler, cancelled)
 
     def _steps(
-        self, position: int, answer: Sequence[int], params: DecodeParams, sampler: Sampler, cancelled: Callable[[], bool]
+        self, ids: Sequence[int], asked: int, params: DecodeParams, sampler: Sampler, cancelled: Callable[[], bool]
     ) -> Iterator[Step]:
-        """Yield the steps after `answer`, whose last token stands at `position`."""
+        """Yield the steps after `ids`, of which those from `asked` on are the answer so far."""
+        token, position = ids[-1], len(ids) - 1
         # The last token's KV is never needed, so an answer may end exactly at the context's end.
-        end = min(position + params.max_tokens, self._model.context_tokens)
-        token = answer[-1]
-        finish = _finish(token, position, end, params)
+        limits = Limits(params.stop_token_ids, min(position + params.max_tokens, self._model.context_tokens))
+        finish = limits.finish(token, position)
         if finish is not None:
             yield Step((), finish)
             return
-        sampler.accept(answer)
-        while finish is None and not cancelled():
-            token, logprobs = self._next(token, position, sampler)
-            position += 1
-            sampler.accept((token,))
-            finish = _finish(token, position, end, params)
-            yield Step((token,), finish, () if logprobs is None else (logprobs,))
+        sampler.accept(ids[asked:])
+        speculation = self._speculation if params.speculate else None
+        draft = Draft()
+        if speculation is not None:
+            speculation.begin(ids)
+        while not cancelled():
+            if speculation is not None:
+                # A step emits one more than it verifies, and nothing may stand at the end.
+                draft = speculation.draft(position, limits.end - position - 2)
+            verdict = self._judged((token, *draft.ids), position, sampler, limits, speculation)
+            yield Step(verdict.ids, verdict.finish, verdict.logprobs, len(draft.ids), verdict.accepted)
+            if verdict.error is not None:
+                raise verdict.error
+            if verdict.finish is not None:
+                return
+            if speculation is not None:
+                speculation.saw(draft, verdict)
+            token, position = verdict.ids[-1], position + len(verdict.ids)
 
     @torch.inference_mode()
-    def _next(self, token: int, position: int, sampler: Sampler) -> Choice:
-        """Choose the id that follows `token`, which stands at `position`."""
-        if sampler.takes_the_largest and (best := self._model.greedy(token, position)) is not None:
-            return Choice(best, None)
-        # Greedy, too, where the logits are not finite: the sampler says so.
-        logits = self._model.forward(torch.tensor([token]), position)
-        return sampler.choose(logits[0], position + 1)
+    def _judged(
+        self, ids: tuple[int, ...], position: int, sampler: Sampler, limits: Limits, speculation: Speculation | None
+    ) -> Verdict:
+        """Compute the step of `ids`, the first of which stands at `position` and the others are drafted, and judge these."""
+        choices = self._choices(ids, position, sampler, speculation)
+        return judge(choices, ids[1:], position + 1, sampler, limits)
+
+    def _choices(
+        self, ids: tuple[int, ...], position: int, sampler: Sampler, speculation: Speculation | None
+    ) -> Iterator[Choice]:
+        """Yield what follows each of `ids`, each chosen when it is asked for."""
+        began = time.perf_counter()
+        if not sampler.takes_the_largest:
+            rows = self._model.forward(torch.tensor(ids), position)
+            if speculation is not None and rows.device.type == "cpu":  # on a GPU the step may only have been queued
+                speculation.took(len(ids), position, time.perf_counter() - began)
+            for nth, logits in enumerate(rows):
+                yield sampler.choose(logits, position + nth + 1)
+            return
+        if speculation is None:
+            bests = [self._model.greedy(ids[0], position)]
+        else:
+            bests = self._model.bests(ids, position)
+            speculation.took(len(ids), position, time.perf_counter() - began)
+        for nth, best in enumerate(bests):
+            if best is None:  # where the logits are not finite, the sampler says so
+                (logits,) = self._model.forward(torch.tensor([ids[nth]]), position + nth)
+                yield sampler.choose(logits, position + nth + 1)
+            else:
+                yield Choice(best, None)
 
     def _check(self, prompt_ids: Sequence[int], first_token: int, params: DecodeParams) -> None:
         vocab, context = self._model.config.vocab_size, self._model.context_tokens
@@ -142,13 +184,3 @@ class LlamaEngine:
         if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab:
             wrong = next(token for token in prompt_ids if not 0 <= token < vocab)
             raise EngineError(f"prompt token {wrong} is outside the vocabulary of {vocab} ids")
-
-
-def _finish(token: int, position: int, end: int, params: DecodeParams) -> FinishReason | None:
-    """Tell whether the answer ends with `token` at `position`, when no position from `end` on may hold one.
-
-    A stop id wins over the length, as in vLLM's `check_stop`.
-    """
-    if token in params.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if position + 1 >= end else None

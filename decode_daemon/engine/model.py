@@ -5,31 +5,25 @@ nearer to the memory's speed than `F.linear` does (measured on the vocabulary he
 5.3 ms). It knows nothing about sampling or about when to stop.
 """
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
 
 from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.protocol import EngineError
+from decode_daemon.engine.rope import rope_frequencies, rope_magnitude
 from decode_daemon.engine.weights import LayerWeights, Weights
 
 
 def rope_tables(config: LlamaConfig, context_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin, each float32 [context_tokens, head_dim], laid out for `rotate_`.
 
-    The first half of sin is negated, so that turning a head takes one roll and one multiply-add. Frequencies: Su et al.,
-    "RoFormer" (2021); the llama3 stretch: Llama 3.1's reference code, as transformers' `llama3` rope type computes it.
+    The first half of sin is negated, so that turning a head takes one roll and one multiply-add.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    if (scaling := config.rope_scaling) is not None:
-        wavelengths = 2 * math.pi / frequencies
-        turns = scaling.original_max_position_embeddings / wavelengths
-        blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        frequencies = torch.lerp(frequencies / scaling.factor, frequencies, blend.clamp(0.0, 1.0))
-    angles = torch.outer(torch.arange(context_tokens, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos(), angles.sin()
+    angles = torch.outer(torch.arange(context_tokens, dtype=torch.float32), rope_frequencies(config))
+    magnitude = rope_magnitude(config)
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -75,6 +69,8 @@ def check_positions(position: int, width: int, context_tokens: int) -> None:
 class LlamaModel:
     """The weights and the KV cache of one sequence, with steps in PyTorch; a `StepModel`."""
 
+    widest = 1  # PyTorch multiplies one row by other kernels than several: the last bits differ
+
     def __init__(self, config: LlamaConfig, weights: Weights, context_tokens: int) -> None:
         self.config = config
         self.context_tokens = context_tokens
@@ -82,6 +78,7 @@ class LlamaModel:
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self.cache = empty_cache(config, dtype, device, context_tokens)
         self._cos, self._sin = (table.to(device, dtype).unsqueeze(1) for table in rope_tables(config, context_tokens))
+        self._hidden = torch.zeros(0, config.hidden, dtype=dtype, device=device)
 
     def forward(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Store the KV of `ids` at `position` and on; return the logits after each; see `StepModel.forward`."""
@@ -99,13 +96,22 @@ class LlamaModel:
             x = product(self._attend(queries, k, v, position), layer.output, x)
             gate, up = product(rms_norm(x, layer.post_norm, eps), layer.gate_up).chunk(2, dim=-1)
             x = product(functional.silu(gate) * up, layer.down, x)
+        self._hidden = x
         return product(rms_norm(x, self._weights.final_norm, eps), self._weights.head)
 
     def greedy(self, token: int, position: int) -> int | None:
         """Return the id of the largest logit after `token`; see `StepModel.greedy`."""
-        logits = self.forward(torch.tensor([token]), position)[0]
+        return self.bests((token,), position)[0]
+
+    def bests(self, ids: Sequence[int], position: int) -> list[int | None]:
+        """Return the id of the largest logit after each of `ids`; see `StepModel.bests`."""
+        rows = self.forward(torch.tensor(ids), position)
         # The sum of finite logits is finite in float32, and that of others is not: one pass instead of two.
-        return int(logits.argmax()) if logits.float().sum().isfinite() else None
+        return [int(row.argmax()) if row.float().sum().isfinite() else None for row in rows]
+
+    def hidden(self, rows: int) -> torch.Tensor:
+        """Return the last step's rows before the final norm; see `StepModel.hidden`."""
+        return self._hidden[:rows].clone()
 
     def _project(
         self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, place: torch.Tensor

@@ -91,15 +91,21 @@ class DecodeParams:
     stop_token_ids: frozenset[int]  # a sampled id in this set ends the answer (it is emitted)
     constraint: Constraint | None = None  # at the answer's beginning: the engine feeds it what was answered before
     answered: int = 0  # so many of the prompt's last ids are the answer's own
+    speculate: bool = True  # False: one token a step, also where the engine could verify drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one engine step produced: one or more ids, in order; `finish` on the last step only."""
+    """What one engine step produced: one or more ids, in order; `finish` on the last step only.
+
+    `accepted` of the `drafted` ids it verified are among its ids.
+    """
 
     ids: tuple[int, ...]
     finish: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each id, when the request asks for them
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Engine(Protocol):

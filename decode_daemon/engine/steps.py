@@ -1,5 +1,6 @@
 """Chooses what computes the steps of a model: a GPU, native code, or PyTorch, the first that can; it says which, and why."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -24,6 +25,7 @@ class StepModel(Protocol):
 
     config: LlamaConfig
     context_tokens: int
+    widest: int  # rows of the widest step that gives each row's logits bit for bit as a step of that row alone does
 
     @property
     def cache(self) -> torch.Tensor:
@@ -42,7 +44,21 @@ class StepModel(Protocol):
         ...
 
     def greedy(self, token: int, position: int) -> int | None:
-        """As `forward` of one id; return the id of its largest logit (the lowest of equal ones), None if one is not finite."""
+        """As `forward` of one id; return the id of its largest logit (the lowest of equal ones), None if one is not finite.
+
+        May begin the step that follows from that id: ask for `bests` where another one may follow.
+        """
+        ...
+
+    def bests(self, ids: Sequence[int], position: int) -> list[int | None]:
+        """As `forward` of `ids`, at most `widest`; return for each row what `greedy` returns."""
+        ...
+
+    def hidden(self, rows: int) -> torch.Tensor:
+        """Return the last step's first `rows` (at most `widest`) as they leave the last layer, before the final norm.
+
+        [rows, hidden] in the weights' dtype, the caller's to keep: what a draft head continues from.
+        """
         ...
 
 

@@ -144,6 +144,9 @@ void anchorleg_step(Model *model, const int64_t *ids, int width, int position, i
     for (int m = 0; m < width; m++) best[m] = model->best(m);
 }
 
+// The rows of the last step as they left the last layer, before the final norm: [MAX_WIDTH, hidden], while the model lives.
+const float *anchorleg_hidden(const Model *model) { return model->step.x; }
+
 void anchorleg_close(Model *model) { delete model; }
 
 }

@@ -54,6 +54,9 @@ class Library:
         self.step = library.anchorleg_step
         self.step.restype = None
         self.step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+        self.hidden = library.anchorleg_hidden
+        self.hidden.restype = ctypes.c_void_p
+        self.hidden.argtypes = [ctypes.c_void_p]
         self.close = library.anchorleg_close
         self.close.restype = None
         self.close.argtypes = [ctypes.c_void_p]
@@ -76,6 +79,8 @@ class NativeModel:
 
     A row of logits is the same bit for bit whatever the width of its step and the number of threads.
     """
+
+    widest = MAX_WIDTH
 
     def __init__(
         self,
@@ -121,6 +126,8 @@ class NativeModel:
             raise EngineError(f"the native step cannot have {threads} threads and its working memory: lower --threads")
         self._handle = ctypes.c_void_p(handle)
         weakref.finalize(self, library.close, self._handle)
+        rows = (ctypes.c_float * (MAX_WIDTH * config.hidden)).from_address(library.hidden(self._handle))
+        self._hidden = torch.frombuffer(rows, dtype=torch.float32).view(MAX_WIDTH, config.hidden)
 
     def forward(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Store the KV of `ids` at `position` and on; return the logits after each; see `StepModel.forward`."""
@@ -135,10 +142,18 @@ class NativeModel:
 
     def greedy(self, token: int, position: int) -> int | None:
         """Return the id of the largest logit after `token`; see `StepModel.greedy`."""
-        check_positions(position, 1, self.context_tokens)
-        self._run((token,), position)
-        best = self._best[0]
-        return best if best >= 0 else None
+        return self.bests((token,), position)[0]
+
+    def bests(self, ids: Sequence[int], position: int) -> list[int | None]:
+        """Return the id of the largest logit after each of `ids`, at most MAX_WIDTH; see `StepModel.bests`."""
+        check_positions(position, len(ids), self.context_tokens)
+        self._run(ids, position)
+        return [best if best >= 0 else None for best in self._best[: len(ids)]]
+
+    def hidden(self, rows: int) -> torch.Tensor:
+        """Return the last step's rows before the final norm; see `StepModel.hidden`."""
+        # Float32 values that are rounded to the weights' dtype already.
+        return self._hidden[:rows].to(self.cache.dtype, copy=True)
 
     def _run(self, ids: Sequence[int], position: int) -> None:
         for row, token in enumerate(ids):

@@ -1,12 +1,12 @@
 """The CUDA step as a `StepModel`: graphs of whole steps, one for each width and bucket, and one greedy step queued ahead."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from decode_daemon.engine.config import LlamaConfig
-from decode_daemon.engine.cuda.buckets import Bucket, bucket_of, buckets, padded, parts, power_of_two
+from decode_daemon.engine.cuda.buckets import MAX_WIDTH, Bucket, bucket_of, buckets, padded, parts, power_of_two
 from decode_daemon.engine.cuda.step import Step
 from decode_daemon.engine.model import check_positions
 from decode_daemon.engine.protocol import EngineError
@@ -38,6 +38,8 @@ class CudaModel:
     fills `cache` through PyTorch on that stream needs no further order. Not thread-safe.
     """
 
+    widest = MAX_WIDTH
+
     def __init__(
         self,
         config: LlamaConfig,
@@ -63,6 +65,7 @@ class CudaModel:
         self._results, self._events = _results()
         self._slot = 0
         self._ahead: tuple[int, int, int] | None = None  # token, position and result slot of the step queued ahead
+        self._last = torch.zeros(1, dtype=torch.int64), 0  # ids and position of the last step that was not queued ahead
         self._graphs = {(width, bucket): self._captured(width, bucket) for width in {1, *widths} for bucket in self.buckets}
 
     @property
@@ -75,13 +78,7 @@ class CudaModel:
         """Store the KV of `ids` at `position` and on; return the logits after each; see `StepModel.forward`."""
         check_positions(position, ids.shape[0], self.context_tokens)
         self._check_ids(int(ids.min()), int(ids.max()))
-        self._ahead = None
-        rows, done = [], 0
-        for start, width, bucket in parts(position, ids.shape[0], self.buckets):
-            self.feed(ids[done : done + width], start)
-            self.queue(width, bucket)
-            rows.append(self._step.logits[:width].clone())
-            done += width
+        rows = [self._step.logits[:width].clone() for width in self._parts(ids, position)]
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
     def greedy(self, token: int, position: int) -> int | None:
@@ -104,6 +101,21 @@ class CudaModel:
         self._ahead = None if following is None or best < 0 else (best, position + 1, following)
         return best if best >= 0 else None
 
+    def bests(self, ids: Sequence[int], position: int) -> list[int | None]:
+        """Return the id of the largest logit after each of `ids`; see `StepModel.bests`. No step is queued ahead."""
+        check_positions(position, len(ids), self.context_tokens)
+        self._check_ids(min(ids), max(ids))
+        found = [best for width in self._parts(torch.tensor(ids), position) for best in self._step.best[:width].tolist()]
+        return [best if best >= 0 else None for best in found]
+
+    def hidden(self, rows: int) -> torch.Tensor:
+        """Return the last step's rows before the final norm; see `StepModel.hidden`."""
+        ids, position = self._last
+        if position + ids.shape[0] <= bucket_of(position, self.buckets).tokens:
+            return self._step._x[:rows].clone()
+        # Of a step that was cut only the last part's rows are left. It happens once a bucket: the others are computed again.
+        return torch.cat([self._step._x[:width].clone() for width in self._parts(ids, position)])[:rows]
+
     def feed(self, ids: torch.Tensor, position: int) -> None:
         """Tell the next step its `ids` (up to 8) and where the first stands."""
         # From pageable memory: the driver has read it when the call returns, so no buffer of ours can change too early.
@@ -113,6 +125,16 @@ class CudaModel:
     def queue(self, width: int, bucket: Bucket) -> None:
         """Queue the step of `width` rows that `feed` asked for, or that follows the last one; it lies in `bucket`."""
         self._graphs[padded(width), bucket].replay()
+
+    def _parts(self, ids: torch.Tensor, position: int) -> Iterator[int]:
+        """Queue the parts of a step of `ids` one after another; yield the width of each when it is the last one queued."""
+        self._ahead, self._last = None, (ids, position)
+        done = 0
+        for start, width, bucket in parts(position, ids.shape[0], self.buckets):
+            self.feed(ids[done : done + width], start)
+            self.queue(width, bucket)
+            yield width
+            done += width
 
     def _captured(self, width: int, bucket: Bucket) -> torch.cuda.CUDAGraph:
         # A step of no rows leaves nothing behind; it compiles and loads the kernels, which a capture cannot.

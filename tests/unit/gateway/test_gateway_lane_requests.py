@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,10 +36,12 @@ async def lane(redis_url: str, vllm: ScriptedVllm, daemon: ScriptedDaemon) -> As
         yield made
 
 
-async def asked(lane: Rig, daemon: ScriptedDaemon, endpoint: Endpoint = Endpoint.CHAT, **fields: Any) -> DecodeRequest:
+async def asked(
+    lane: Rig, daemon: ScriptedDaemon, endpoint: Endpoint = Endpoint.CHAT, wish: Wish = ALLOW, **fields: Any
+) -> DecodeRequest:
     """What the daemon is asked for this request."""
     ask = lane.decide if endpoint is Endpoint.CHAT else lane.decide_completion
-    decision = await ask(ALLOW, **fields)
+    decision = await ask(wish, **fields)
     assert isinstance(decision, Prefill), decision
     assert decision.plan.endpoint is endpoint
     decision.stream.cancel()
@@ -51,6 +54,11 @@ async def all_free(lane: Rig, slots: int = 1) -> None:
         return await lane.free_slots() == slots
 
     await eventually(free, within_s=1)
+
+
+async def test_a_daemon_speculates_as_it_is_set_unless_a_request_wants_none(lane: Rig, daemon: ScriptedDaemon) -> None:
+    assert (await asked(lane, daemon)).speculation == DecodeRequest.AS_SET
+    assert (await asked(lane, daemon, wish=replace(ALLOW, speculate=False))).speculation == DecodeRequest.OFF
 
 
 async def test_a_plain_request_asks_for_nothing_but_tokens(lane: Rig, daemon: ScriptedDaemon) -> None:

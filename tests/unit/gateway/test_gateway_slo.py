@@ -90,3 +90,11 @@ def test_a_tenant_is_read_from_the_header_that_is_named_for_it_and_from_no_other
     assert read_wish(headers, "x-tenant").tenant == " a,b "
     assert read_wish(headers, "x-other").tenant is None
     assert read_wish(headers).tenant is None
+
+
+@pytest.mark.parametrize(
+    ("value", "speculate"), [("off", False), (" OFF ", False), ("on", True), ("", True), ("off,off", True)]
+)
+def test_speculation_is_left_to_the_daemon_unless_it_is_off(value: str, speculate: bool) -> None:
+    assert read_wish({"x-slo-class": "latency", "x-slo-speculation": value}).speculate is speculate
+    assert read_wish({"x-slo-class": "latency"}).speculate

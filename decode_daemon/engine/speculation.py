@@ -1,0 +1,83 @@
+"""Speculation along one answer at a time: asks the drafters, follows the policy, and tells both what became of a draft."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import structlog
+
+from decode_daemon.engine.acceptance import Verdict
+from decode_daemon.engine.drafts import Drafter, NgramDrafter, Source
+from decode_daemon.engine.policy import Policy, WidthCosts, measure
+from decode_daemon.engine.steps import StepModel
+
+log = structlog.get_logger(__name__)
+
+SpeculationKind = Literal["off", "ngram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The ids that a step verifies beside the one it must compute anyway."""
+
+    ids: tuple[int, ...] = ()
+    source: Source | None = None
+
+
+class Speculation:
+    """What one engine drafts with: `begin` each answer; for each step `draft`, then `took` and `saw`."""
+
+    def __init__(self, model: StepModel, drafters: Sequence[Drafter], policy: Policy) -> None:
+        """Draft with the best of `drafters` at each step, of equally good ones with the first."""
+        self._model = model
+        self._drafters = tuple(drafters)
+        self._policy = policy
+        self._hidden = any(drafter.wants_hidden for drafter in drafters)
+
+    @classmethod
+    def of(cls, kind: SpeculationKind, model: StepModel) -> "Speculation | None":
+        """Return what `kind` names; None for "off", and for a `model` whose rows are not those of single steps.
+
+        Measures what the model's steps cost, which overwrites the first positions of its cache.
+        """
+        if kind == "off":
+            return None
+        if model.widest == 1:
+            log.info("speculation", drafts="off", why="rows of this step are not bit for bit those of single steps")
+            return None
+        seconds = measure(model)
+        log.info("speculation", drafts=kind, step_ms=[round(1000 * took, 2) for took in seconds])
+        return cls(model, [NgramDrafter()], Policy(WidthCosts(seconds)))
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Begin an answer after `ids`: the prompt and the answer so far, whose last id no step has seen."""
+        self._policy.begin()
+        for drafter in self._drafters:
+            drafter.begin(ids)
+
+    def draft(self, position: int, most: int) -> Draft:
+        """Return what the step at `position` should verify beside its first row: at most `most` ids, often none."""
+        best, length, best_speed = None, 0, 0.0
+        for drafter in self._drafters:
+            source = drafter.source()
+            if source is None:
+                continue
+            count, speed = self._policy.length(source, position, most)
+            if count and speed > best_speed:
+                best, length, best_speed = (drafter, source), count, speed
+        if best is None:
+            return Draft()
+        drafter, source = best
+        return Draft(tuple(drafter.draft(length)), source)
+
+    def took(self, width: int, position: int, seconds: float) -> None:
+        """Take in how long the model's step of `width` rows took; not needed where that is not known."""
+        self._policy.costs.observe(width, position, seconds)
+
+    def saw(self, draft: Draft, verdict: Verdict) -> None:
+        """Take in what became of the last step, whose rows the model still has; not needed after an answer's last step."""
+        if draft.source is not None:
+            self._policy.judged(draft.source, len(draft.ids), verdict.accepted)
+        hidden = self._model.hidden(len(verdict.ids)) if self._hidden else None
+        for drafter in self._drafters:
+            drafter.saw(verdict.ids, hidden)
