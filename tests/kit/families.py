@@ -11,12 +11,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,  # short, so that all three bands of frequencies occur at head_dim 16
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama untied": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
     "llama3 rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}),
     "llama without grouped heads": ("Llama", {"num_key_value_heads": 6}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2 with qkv bias": ("Qwen2", {}),
     "qwen3 with qk norm": ("Qwen3", {}),
+    "qwen3 with yarn": ("Qwen3", {"rope_parameters": YARN_ROPE}),
 }

@@ -1,12 +1,13 @@
 """What config.json may say, in both of its forms; the rest is refused by name."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from decode_daemon.engine.config import Llama3Scaling, LlamaConfig, parse_config
+from decode_daemon.engine.config import LinearScaling, Llama3Scaling, LlamaConfig, YarnScaling, parse_config
 from decode_daemon.engine.protocol import EngineError
 
 LLAMA: dict[str, Any] = {
@@ -25,6 +26,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
 
 
@@ -47,6 +49,21 @@ def test_every_form_of_the_rope_fields_reads_alike(rope: dict[str, Any]) -> None
     config = parse_config(LLAMA | rope)
     assert config.rope_theta == 500_000.0
     assert config.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 128)
+
+
+def test_linear_and_yarn_scaling_are_read_with_yarns_usual_values() -> None:
+    linear = parse_config(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}})
+    assert (linear.rope_scaling, linear.max_positions) == (LinearScaling(2.0), 1024)  # as vLLM multiplies them
+    assert parse_config(LLAMA | {"rope_parameters": YARN}).rope_scaling == YarnScaling(
+        4.0, 128, 32.0, 1.0, 0.1 * math.log(4) + 1, True
+    )
+    given = {"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5, "truncate": False}
+    assert parse_config(LLAMA | {"rope_parameters": YARN | given}).rope_scaling == YarnScaling(4.0, 128, 16.0, 2.0, 1.5, False)
+
+
+def test_a_rope_field_of_another_type_or_without_a_value_changes_nothing() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "beta_fast": 32, "mrope_section": None, "finetuned": True}
+    assert parse_config(LLAMA | {"rope_parameters": rope}) == parse_config(LLAMA | {"rope_theta": 1e6})
 
 
 def test_qwen_architectures_bring_their_bias_and_norms() -> None:
@@ -81,8 +98,15 @@ def test_qwen_architectures_bring_their_bias_and_norms() -> None:
         ({"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e4}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [1, 1, 2]}}, "rope_scaling.mrope_section"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.original_max_position_embeddings"),
+        ({"rope_parameters": YARN | {"mscale": 1.0}}, "rope_parameters.mscale"),
+        ({"rope_parameters": YARN | {"truncate": 1}}, "rope_parameters.truncate"),
         ({"rope_parameters": LLAMA3 | {"factor": -1}}, "rope_parameters.factor"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_parameters.high_freq_factor"),
         ({"rope_parameters": "llama3"}, "rope_parameters"),
