@@ -231,6 +231,7 @@ class DaemonScript:
     """How the fake daemon serves a stream."""
 
     tokens: Sequence[int] = (*b"ello", END)  # after the first token; END finishes with "stop"
+    silence_s: float = 0.0  # from landing to the first of these tokens
     interval_s: float = 0.0
     batch: int = 1  # tokens in one message
     refuse: str | None = None  # answer Failed with this code instead of Reserved
@@ -318,6 +319,7 @@ class FakeDaemon:
             await write(pb.DecodeEvent(reserved=pb.Reserved()))
             landed = pb.Landed(prompt_token_ids=PROMPT_IDS, first_token=ord("H"), bytes=1, transfer_seconds=0.001)
             await write(pb.DecodeEvent(landed=landed))
+            await asyncio.sleep(self.script.silence_s)
             await self._decode(request, write)
         except asyncio.CancelledError:
             self.cancelled += 1

@@ -10,6 +10,7 @@ from handoff.messages import Abort, Final, encode
 logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own logger, so that its settings hold
 
 _MAX_PEERS = 1024
+_LINGER_MS = 500
 
 
 class Announcer:
@@ -34,9 +35,9 @@ class Announcer:
             logger.warning("handoff %s: daemon %s:%d takes no messages: %s", claim.handoff_id, claim.host, claim.port, error)
 
     def close(self) -> None:
-        """Drop unsent messages and release the sockets."""
+        """Release the sockets; what was just said still gets out to daemons that are there."""
         for socket in self._sockets.values():
-            socket.close(linger=0)
+            socket.close(linger=_LINGER_MS)
         self._sockets.clear()
         self._context.term()
 

@@ -50,6 +50,11 @@ class AnchorlegConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = WorkerSide(vllm_config, settings)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Within a full CUDA graph no layer would be saved by itself."""
+        return ConnectorSettings.load(**extra_config).pipeline_layers
+
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -68,13 +73,18 @@ class AnchorlegConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side().fence(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is ever loaded."""
+        """Nothing is ever loaded; a step that computes nothing is known by this call."""
+        if getattr(forward_context, "attn_metadata", None) is None:
+            self._worker_side().nothing_to_compute()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is ever loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are sent by chunk, not by layer."""
+        """With pipeline_layers, the last chunk's blocks of this layer are sent at once; else all layers after the step."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, HandoffMetadata)
+        self._worker_side().save_layer(metadata, layer_name)
 
     def wait_for_save(self) -> None:
         """End of a step: hand its blocks to the sender; nothing is waited for."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from handoff.claim import SignedClaim
 from handoff.transport import Peer, Piece, Region, Transfer, TransportError
@@ -10,12 +11,13 @@ from handoff.transport import Peer, Piece, Region, Transfer, TransportError
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Blocks to write once `ready()`."""
+    """Blocks of some layers (None: of all) to write once `ready()`. After the `last` nothing more comes."""
 
     first_block: int
     blocks: tuple[int, ...]
     last: bool
     ready: Callable[[], bool]
+    layers: range | None = None
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class Outgoing:
     ended: bool = False
     failure: str | None = None
     cancelled: bool = False  # by the daemon
+    rejected: bool = False  # by the daemon, which let another write or knows why not
     abandoned: bool = False  # a write may still be in flight: the daemon must not be told otherwise
     doubtful: bool = False  # the daemon did not answer, or a write to it failed
 
@@ -67,13 +70,14 @@ class Outgoing:
             return
         self.address, self.length, self.peer, self.deadline = address, length, peer, None
 
-    def withdraw(self, reason: str, *, cancelled: bool = False, doubtful: bool = False) -> None:
+    def withdraw(self, reason: str, *, cancelled: bool = False, rejected: bool = False, doubtful: bool = False) -> None:
         """Post nothing more; transfers in flight run out. The first reason is kept."""
         self.doubtful = self.doubtful or doubtful
         if not self.ended:
             self.ended = True
             self.failure = reason
             self.cancelled = cancelled
+            self.rejected = rejected
             self.pending.clear()
 
     def abandon(self, transfers: Sequence[Transfer]) -> None:
@@ -85,31 +89,36 @@ class Outgoing:
                 transfer.close()
 
     def count(self, pending: Pending, pieces: Sequence[Piece]) -> None:
-        """Account for a posted chunk."""
-        self.blocks += len(pending.blocks)
+        """Account for a posted chunk. Blocks are those of the prompt: counted once, not once a layer."""
+        if pending.layers is None or 0 in pending.layers:
+            self.blocks += len(pending.blocks)
         self.bytes += sum(piece.length for piece in pieces)
         self.complete = self.complete or pending.last
 
-    def pieces(self, pending: Pending, layers: Sequence[Region], block_bytes: int) -> list[Piece]:
+    def pieces(self, pending: Pending, layers: Sequence[Region], block_bytes: Sequence[int]) -> list[Piece]:
         """Return the copies for one chunk, runs of adjacent blocks merged.
 
-        The landing region holds layer after layer, each with all of the prompt's blocks in order. Raises TransportError when
-        the chunk does not fit what was granted, or lies outside the cache.
+        layers, block_bytes: of the whole cache, in execution order. The landing region holds layer after layer, each with all
+        of the prompt's blocks in order. Raises TransportError when the chunk does not fit what was granted, or lies outside
+        the cache.
         """
         if self.address is None:
             raise TransportError("no landing region was granted")
-        per_layer = self.length // len(layers)
-        if (pending.first_block + len(pending.blocks)) * block_bytes > per_layer:
-            raise TransportError(f"{len(pending.blocks)} blocks from {pending.first_block} on do not fit {per_layer} bytes")
+        granted = self.length // sum(block_bytes)
+        if pending.first_block + len(pending.blocks) > granted:
+            raise TransportError(
+                f"{len(pending.blocks)} blocks from {pending.first_block} on do not fit a region of {granted} blocks"
+            )
         pieces: list[Piece] = []
-        for index, layer in enumerate(layers):
-            remote = self.address + index * per_layer + pending.first_block * block_bytes
+        begins = list(accumulate((granted * size for size in block_bytes), initial=self.address))
+        for index in range(len(layers)) if pending.layers is None else pending.layers:
+            layer, size = layers[index], block_bytes[index]
+            remote = begins[index] + pending.first_block * size
             for first, count in _runs(pending.blocks):
-                if (first + count) * block_bytes > layer.length:
+                if (first + count) * size > layer.length:
                     raise TransportError(f"block {first + count - 1} lies outside the KV cache")
-                length = count * block_bytes
-                pieces.append(Piece(layer.address + first * block_bytes, remote, length))
-                remote += length
+                pieces.append(Piece(layer.address + first * size, remote, count * size))
+                remote += count * size
         return pieces
 
 

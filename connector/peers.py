@@ -21,6 +21,7 @@ from handoff.messages import (
     Sent,
     Stopped,
     ToConnector,
+    Waiting,
     Welcome,
     decode_for_connector,
     encode,
@@ -166,6 +167,8 @@ class Peers:
                 if found is None or found.peer_address != address:
                     return
                 self._on_answer(link, found, message)
+            case Waiting():
+                pass  # that it came is all the daemon wants
 
     def _on_welcome(self, link: Link, message: Welcome) -> None:
         if message.protocol != PROTOCOL_VERSION:
@@ -197,7 +200,8 @@ class Peers:
             link.waiting.append(outgoing)
             self._greet(link)
         else:
-            outgoing.withdraw(f"rejected by the daemon: {message.reason}")
+            # Where another holds the slot, or writes already, an Abort would be the end of that handoff.
+            outgoing.withdraw(f"rejected by the daemon: {message.reason}", rejected=not message.hello)
 
     def _forget_peer(self, link: Link) -> None:
         if link.peer is not None:

@@ -5,13 +5,14 @@ engine); everything that leaves the process is keyed on the claim's handoff id.
 """
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from connector.announcer import Announcer
 from connector.metadata import Chunk, HandoffMetadata, Opening
-from handoff.claim import CLAIM_KEY, ClaimError, ClaimKeys, SignedClaim, from_params
+from handoff.claim import CLAIM_KEY, Claim, ClaimError, ClaimKeys, SignedClaim, from_params
 from handoff.messages import Abort, Final
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own logger, so that its settings hold
 
+_WARN_EVERY_S = 10.0
 PROMPT_TAIL = 32  # ids a gateway's detokenizer is primed with; no tokenizer looks further back
 
 
@@ -48,6 +50,8 @@ class SchedulerSide:
         self._serving = dict(serving or {})
         self._tracked: dict[str, Tracked] = {}
         self._refused: set[str] = set()  # ids whose claim was looked at and found wanting
+        self._used = UsedClaims()
+        self._warn_again = 0.0
         self._withdrawn: list[str] = []
         self._held: set[str] = set()  # finished, their blocks not yet released by the worker
 
@@ -60,10 +64,11 @@ class SchedulerSide:
             signed = from_params(params)
             if signed is None:
                 return
-            self._keys.verify(signed)
+            self._used.take(self._keys.verify(signed))
         except ClaimError as error:
+            # Nobody is told: the claim may be another pool's, and in order, or a copy of one whose handoff is under way.
             self._refused.add(request.request_id)
-            logger.warning("request %s: %s; it is served as an ordinary request", request.request_id, error)
+            self._warn("request %s: %s; it is served as an ordinary request", request.request_id, error)
             return
         self._announcer.connect(signed.claim)
         reason = _why_not_here(request)
@@ -145,6 +150,15 @@ class SchedulerSide:
         """Whether vLLM must keep stepping: the worker is to be told something, or to be asked for held blocks."""
         return bool(self._withdrawn or self._held)
 
+    def _warn(self, message: str, *values: object) -> None:
+        """Log what clients, and the other pool's requests, can cause as often as they like."""
+        now = time.monotonic()
+        if now < self._warn_again:
+            logger.debug(message, *values)
+        else:
+            self._warn_again = now + _WARN_EVERY_S
+            logger.warning(message, *values)
+
     def _add_chunk(self, request_id: str, tracked: Tracked, computed: int, metadata: HandoffMetadata) -> None:
         last = computed >= tracked.prompt_tokens
         blocks = -(-tracked.prompt_tokens // self._block_tokens) if last else computed // self._block_tokens
@@ -171,6 +185,25 @@ class SchedulerSide:
         self._announcer.send(tracked.claim.claim, Abort(tracked.claim, reason))
         if tracked.opened:
             told.append(request_id)
+
+
+class UsedClaims:
+    """Claims that requests have been tracked for: each permits one handoff. Kept until they expire."""
+
+    def __init__(self) -> None:
+        self._expiries: dict[str, int] = {}  # by handoff id, oldest first
+
+    def __len__(self) -> int:
+        return len(self._expiries)
+
+    def take(self, claim: Claim, *, now: float | None = None) -> None:
+        """Raise ClaimError if the claim has been taken before."""
+        now = time.time() if now is None else now
+        while self._expiries and (first := next(iter(self._expiries.items())))[1] < now:
+            del self._expiries[first[0]]
+        if claim.handoff_id in self._expiries:
+            raise ClaimError(f"the claim of epoch {claim.epoch} of slot {claim.slot} has been used by an earlier request")
+        self._expiries[claim.handoff_id] = claim.expires
 
 
 def _why_not_here(request: "Request") -> str | None:

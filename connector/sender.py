@@ -29,10 +29,10 @@ _IDLE_POLL_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """Where this rank's KV cache lies: one region per layer, in execution order, blocks `block_bytes` apart."""
+    """Where this rank's KV cache lies: for each layer, in execution order, its region and the bytes from block to block."""
 
     layers: tuple[Region, ...]
-    block_bytes: int
+    block_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,13 @@ class Sender:
         *,
         last: bool,
         ready: Callable[[], bool],
+        layers: range | None = None,
     ) -> None:
-        """Write blocks as soon as `ready()` (the step that fills them has run on the device)."""
-        self._tell(lambda: self._on_write(request_id, Pending(first_block, blocks, last, ready)))
+        """Write blocks of some layers (None: of all) as soon as `ready()`: what fills them has run on the device.
+
+        `last`: everything else of this request has been given before. Then `layers` may be empty.
+        """
+        self._tell(lambda: self._on_write(request_id, Pending(first_block, blocks, last, ready, layers)))
 
     def withdraw(self, request_id: str) -> None:
         """Send no more of this request; the scheduler side tells the daemon why."""
@@ -121,6 +125,11 @@ class Sender:
         """Wait until all ids are settled; False if that takes longer than `timeout` seconds."""
         with self._quiet:
             return self._quiet.wait_for(lambda: request_ids <= self._settled, timeout)
+
+    def wait_for_any(self, request_ids: set[str], timeout: float) -> None:
+        """Return when one of the ids is settled, or after `timeout` seconds."""
+        with self._quiet:
+            self._quiet.wait_for(lambda: bool(request_ids & self._settled) or not self._thread.is_alive(), timeout)
 
     def close(self) -> None:
         """Stop the thread and release transport and sockets; idempotent."""
@@ -217,13 +226,14 @@ class Sender:
         while peer is not None and outgoing.address is not None and outgoing.pending and outgoing.pending[0].ready():
             pending = outgoing.pending.pop(0)
             pieces = outgoing.pieces(pending, self._memory.layers, self._memory.block_bytes)
-            outgoing.started = outgoing.started or time.monotonic()
-            try:
-                outgoing.transfers.append(self._transport.write(peer, pieces, self._memory.layers[0]))
-            except TransportError:
-                outgoing.abandoned = True  # some pieces may have been posted before the one that failed
-                raise
-            outgoing.deadline = time.monotonic() + self._limits.write
+            if pieces:
+                outgoing.started = outgoing.started or time.monotonic()
+                try:
+                    outgoing.transfers.append(self._transport.write(peer, pieces, self._memory.layers[0]))
+                except TransportError:
+                    outgoing.abandoned = True  # some pieces may have been posted before the one that failed
+                    raise
+                outgoing.deadline = time.monotonic() + self._limits.write
             outgoing.count(pending, pieces)
 
     def _reap(self, outgoing: Outgoing) -> None:
@@ -259,9 +269,9 @@ class Sender:
             sent = Sent(claim.handoff_id, claim.epoch, outgoing.prompt_tokens, outgoing.blocks, outgoing.bytes)
             self._peers.send(outgoing, sent)
             self._counters.sent(outgoing.bytes, time.monotonic() - (outgoing.started or time.monotonic()))
-        elif not outgoing.cancelled:
+        elif not (outgoing.cancelled or outgoing.rejected):
             self._peers.send(outgoing, Abort(outgoing.claim, outgoing.failure, writing=outgoing.abandoned))
-        elif not outgoing.abandoned:
+        elif outgoing.cancelled and not outgoing.abandoned:
             self._peers.send(outgoing, Stopped(claim.handoff_id, claim.epoch))
         if outgoing.failure is not None:
             logger.warning("handoff %s: %s", claim.handoff_id, outgoing.failure)

@@ -29,7 +29,8 @@ from handoff.claim import ClaimKeys
 from handoff.decode_pb2_grpc import add_DecoderServicer_to_server
 from handoff.identity import model_digest
 from handoff.messages import ModelIdentity
-from handoff.transport import NixlTransport, TransportError
+from handoff.transport import TransportError
+from handoff.transports import open_transport
 from leases import Advertiser, LeasesUnavailable, LeaseTable, Node
 from process.errors import ConfigError, PortBusyError
 from process.metrics import serve_metrics
@@ -51,7 +52,7 @@ _SERVER_OPTIONS = [
     # With it, a second daemon on a port would silently share the first one's connections.
     ("grpc.so_reuseport", 0),
     # Gateways ping every 10 s, also while a prefill keeps a stream silent; gRPC's default takes that for abuse.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
 
 
@@ -115,7 +116,12 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
     async with AsyncExitStack() as stack:
         metrics_port = stack.enter_context(serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry))
         slots: list[LandingSlot] = []
-        transport = NixlTransport("daemon", attend=lambda: any(slot.written_to for slot in slots))
+        transport = open_transport(
+            settings.transport,
+            "daemon",
+            attend=lambda: any(slot.written_to for slot in slots),
+            host=settings.advertise_host or settings.host,
+        )
         stack.callback(transport.close)
         daemon_id = uuid.uuid4().hex
         receiver = Receiver(
@@ -123,7 +129,7 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
             host=settings.host,
             port=settings.control_port,
             keys=ClaimKeys(settings.signing_keys),
-            expectation=_expectation(identity, shape),
+            expectation=_expectation(identity, shape, accept_fp8=settings.accept_fp8_kv),
             transport=transport,
         )
         stack.push_async_callback(receiver.aclose)
@@ -217,9 +223,11 @@ def _load(settings: DaemonSettings, pace: Pace) -> Engine:
         step=settings.step,
         pin=settings.pin_threads,
         cache_dir=settings.cache_dir,
+        speculation=settings.speculation,
     )
     # The first steps pay for allocations and thread pools: not the first user.
-    warm_up = DecodeParams(SamplingParams(temperature=0.0), _WARM_UP_TOKENS, frozenset())
+    # Without drafts, whose share no warm-up foretells: the pace begins with what a token takes at the most.
+    warm_up = DecodeParams(SamplingParams(temperature=0.0), _WARM_UP_TOKENS, frozenset(), speculate=False)
     began = time.perf_counter()
     for step in engine.decode([0], 0, warm_up, lambda: False):
         now = time.perf_counter()
@@ -228,7 +236,7 @@ def _load(settings: DaemonSettings, pace: Pace) -> Engine:
     return engine
 
 
-def _expectation(identity: ModelIdentity, shape: EngineDescription) -> Expectation:
+def _expectation(identity: ModelIdentity, shape: EngineDescription, *, accept_fp8: bool) -> Expectation:
     return Expectation(
         model=identity,
         layers=shape.layers,
@@ -236,6 +244,7 @@ def _expectation(identity: ModelIdentity, shape: EngineDescription) -> Expectati
         head_dim=shape.head_dim,
         dtype=str(shape.dtype).removeprefix("torch."),
         block_tokens=_PAD_TOKENS,
+        accept_fp8=accept_fp8,
     )
 
 

@@ -10,24 +10,25 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from decode_daemon.expectation import Expectation
 from decode_daemon.slots import LandingSlot, SlotRefused, Writer
 from handoff.claim import Claim, ClaimError, ClaimKeys, SignedClaim
-from handoff.layout import KVLayout, LayoutError
+from handoff.layout import KVLayout
 from handoff.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Abort,
     Accepted,
     Begin,
+    Cancel,
     Final,
     Hello,
     MessageError,
-    ModelIdentity,
-    Refused,
     Rejected,
     Sent,
     Stopped,
     ToConnector,
+    Waiting,
     Welcome,
     decode_for_daemon,
     encode,
@@ -35,54 +36,23 @@ from handoff.messages import (
 from handoff.transport import Transport
 from process.errors import PortBusyError
 
+__all__ = ["Expectation", "Receiver"]
+
 log = structlog.get_logger(__name__)
 
 _MAX_CONNECTORS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """What this daemon's engine can take."""
-
-    model: ModelIdentity
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    block_tokens: int  # of the largest block: a landing region has room for one that is only partly used
-
-    def mismatch(self, hello: Hello, transport: str) -> Refused | None:
-        """Return the first field in which a connector differs, or None."""
-        block = hello.layout.block
-        pairs = {
-            "protocol": (hello.protocol, PROTOCOL_VERSION),
-            "transport": (hello.transport, transport),
-            "tensor-parallel size": (hello.ranks, 1),
-            "rank": (hello.rank, 0),
-            "served model name": (hello.model.name, self.model.name),
-            "model weights": (hello.model.weights, self.model.weights),
-            "context tokens": (hello.model.context_tokens, self.model.context_tokens),
-            "layers": (len(hello.layout.layers), self.layers),
-            "KV heads": (block.kv_heads, self.kv_heads),
-            "head dim": (block.head_dim, self.head_dim),
-            "KV dtype": (block.dtype, self.dtype),
-        }
-        for field, (theirs, ours) in pairs.items():
-            if theirs != ours:
-                return Refused(field, str(theirs), str(ours))
-        if block.block_tokens > self.block_tokens:
-            return Refused("block size", str(block.block_tokens), f"{self.block_tokens} at the most")
-        try:  # last: it counts elements, of which there are not many now
-            hello.layout.validate()
-        except LayoutError as error:
-            return Refused("layout", str(error), "a strided block layout")
-        return None
+# How soon it is found out that a writer has died. Its process's end closes the connection at once, its host's end is noticed
+# by ZeroMQ's own heartbeat; a connection that was only interrupted is back within two looks.
+_LOOK_S = 1.0
+_HEARTBEAT_MS = 2_000
+_HEARTBEAT_TIMEOUT_MS = 6_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Connector:
-    rank: int
-    ranks: int
+    engine: str
+    shard: int
+    shards: int
     layout: KVLayout
     generation: int  # of the landing memory its transport knows
 
@@ -112,6 +82,9 @@ class Receiver:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a connector that reconnects keeps its identity
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending says so when a connector is gone
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         self._socket.setsockopt(zmq.IPV6, 1)
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -126,7 +99,7 @@ class Receiver:
     def start(self, slots: list[LandingSlot]) -> None:
         """Begin to serve."""
         self._slots = slots
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._reply())]
+        self._tasks = [asyncio.create_task(work()) for work in (self._receive, self._reply, self._watch)]
 
     def send(self, identity: bytes, message: ToConnector) -> None:
         """Queue a message for a connector; one that is gone loses it."""
@@ -159,8 +132,38 @@ class Receiver:
     async def _reply(self) -> None:
         while True:
             identity, message = await self._replies.get()
-            with contextlib.suppress(zmq.ZMQError):  # unroutable: the connector is gone
-                await self._socket.send_multipart([identity, encode(message)])
+            if not await self._delivered(identity, message) and isinstance(message, Cancel):
+                self._lost(identity)  # nobody will answer Stopped
+
+    async def _watch(self) -> None:
+        """Find out which writers of handoffs under way are gone: nobody waits for the landing timeout to learn it."""
+        missed: set[bytes] = set()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            gone: set[bytes] = set()
+            for held in [held for slot in self._slots if (held := slot.watched)]:
+                for writer in list(held.writers.values()):
+                    if not await self._delivered(writer.identity, Waiting(held.handoff_id, held.epoch)):
+                        gone.add(writer.identity)
+            for identity in gone & missed:
+                self._lost(identity)
+            missed = gone
+
+    async def _delivered(self, identity: bytes, message: ToConnector) -> bool:
+        """Send; returns False where the connector is not connected. Never waits: one that reads nothing delays nobody."""
+        try:
+            await self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("a connector takes no messages", lost=type(message).__name__)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            log.warning("a message was not sent", lost=type(message).__name__, error=str(error))
+        return True
+
+    def _lost(self, identity: bytes) -> None:
+        for slot in self._slots:
+            slot.lost(identity)
 
     def _handle(self, identity: bytes, message: Hello | Begin | Sent | Final | Abort | Stopped) -> None:
         try:
@@ -175,9 +178,9 @@ class Receiver:
                     for slot in self._slots:
                         slot.stopped(identity, message.handoff_id, message.epoch)
                 case Final():
-                    self._slot(self._verified(message.claim)).final(message, time.monotonic())
+                    self._slot(self._signed(message.claim)).final(message, time.monotonic())
                 case Abort():
-                    claim = self._verified(message.claim)
+                    claim = self._signed(message.claim)
                     self._slot(claim).abort(identity, claim.handoff_id, claim.epoch, message.reason, writing=message.writing)
         except (SlotRefused, ClaimError) as error:
             # Ordinary where a handoff was cancelled while its messages were on their way.
@@ -189,11 +192,12 @@ class Receiver:
             log.error("connector refused: its KV cache is of no use here", reason=refused.describe())
             self.send(identity, refused)
             return
-        self._connectors[identity] = _Connector(hello.rank, hello.ranks, hello.layout, self._generation())
+        self._connectors[identity] = _Connector(hello.engine_id, hello.shard, hello.shards, hello.layout, self._generation())
         self._connectors.move_to_end(identity)
         while len(self._connectors) > _MAX_CONNECTORS:
             self._connectors.popitem(last=False)
-        log.info("connector welcomed", engine=hello.engine_id, rank=hello.rank, layout=hello.layout.fingerprint)
+        shard = f"{hello.shard + 1} of {hello.shards}"
+        log.info("connector welcomed", engine=hello.engine_id, shard=shard, layout=hello.layout.fingerprint)
         self.send(identity, Welcome(PROTOCOL_VERSION, self._daemon_id, self._transport.metadata()))
 
     def _on_begin(self, identity: bytes, begin: Begin) -> None:
@@ -204,9 +208,13 @@ class Receiver:
             self.send(identity, Rejected(handoff_id, "introduce yourself first", hello=True))
             return
         try:
-            claim = self._verified(begin.claim)
-            writer = Writer(identity, connector.rank, connector.ranks, connector.layout, begin.tokens)
-            address, length = self._slot(claim).begin(writer, claim.handoff_id, claim.epoch, time.monotonic())
+            claim = self._signed(begin.claim)
+            slot = self._slot(claim)
+            self._unexpired(begin.claim, slot)
+            writer = Writer(
+                identity, connector.shard, connector.shards, connector.layout, begin.tokens, engine=connector.engine
+            )
+            address, length = slot.begin(writer, claim.handoff_id, claim.epoch, time.monotonic())
         except (SlotRefused, ClaimError) as error:
             log.warning("writer refused", handoff=handoff_id, reason=str(error))
             self.send(identity, Rejected(handoff_id, str(error)))
@@ -217,8 +225,17 @@ class Receiver:
     def _generation(self) -> int:
         return sum(slot.memory.generation for slot in self._slots)
 
-    def _verified(self, signed: SignedClaim) -> Claim:
-        return self._keys.verify(signed)
+    def _signed(self, signed: SignedClaim) -> Claim:
+        """Return a claim of ours, also one that has expired since its handoff began: its epoch says whether it still holds."""
+        return self._keys.verify(signed, now=0)
+
+    def _unexpired(self, signed: SignedClaim, slot: LandingSlot) -> None:
+        """Raise ClaimError, and fail the handoff, where a claim came too late to begin with."""
+        try:
+            self._keys.verify(signed)
+        except ClaimError as error:
+            slot.fail(signed.claim.handoff_id, signed.claim.epoch, str(error))
+            raise
 
     def _slot(self, claim: Claim) -> LandingSlot:
         if not 0 <= claim.slot < len(self._slots):

@@ -79,7 +79,7 @@ class EngineRunner:
         try:
             began = time.perf_counter()
             keys, values = self._engine.kv_target(len(landed.prompt))
-            convert(memory, landed.layout, keys, values)
+            convert(memory, landed.layout, keys, values, shards=landed.shards)
             self._timings.converted(time.perf_counter() - began)
             began = time.perf_counter()
             for step in self._engine.decode(landed.prompt, landed.first_token, params, cancelled.is_set):

@@ -229,6 +229,8 @@ class DecodeService(DecoderServicer):
                 position += len(step.ids)
                 held.owed = max(0, params.max_tokens - position)
                 self._metrics.tokens.inc(len(step.ids))
+                self._metrics.drafted.inc(step.drafted)
+                self._metrics.accepted.inc(step.accepted)
         finally:
             await steps.aclose()
 

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from handoff.transports import TransportName
 from leases.url import parse as parse_redis_url
 from process.settings import ProcessSettings
 
@@ -17,6 +18,11 @@ class DaemonSettings(ProcessSettings):
     model_dir: Path = Field(description="Hugging Face folder with config.json, tokenizer.json and safetensors.")
     served_model_name: str = Field(min_length=1, description="The name clients use; vLLM's --served-model-name.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights and KV cache; vLLM's --dtype.")
+    accept_fp8_kv: bool = Field(
+        False,
+        description="Take vLLM's fp8 KV cache (--kv-cache-dtype fp8). It changes numerics: the engine goes on in its own dtype "
+        "from rounded keys and values, so answers differ from plain vLLM's, which decodes in fp8.",
+    )
     context_tokens: int = Field(4096, ge=16, description="Prompt and output of one request; vLLM's --max-model-len.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: one per core.")
     step: Literal["auto", "cuda", "native", "torch"] = Field(
@@ -26,6 +32,11 @@ class DaemonSettings(ProcessSettings):
     )
     pin_threads: bool = Field(True, description="Keep the native step's threads on cores of their own when they fill them all.")
     cache_dir: Path | None = Field(None, description="Where native code is built; default: $XDG_CACHE_HOME/anchorleg.")
+    speculation: Literal["off", "ngram"] = Field(
+        "ngram",
+        description="What drafts tokens that a step verifies beside its own, without changing the answer: the prompt and the "
+        "answer so far, or nothing.",
+    )
     slots: int = Field(2, ge=1, le=16, description="Landing slots: one more than one lets the next prefill overlap.")
 
     grammar_cache_mb: int = Field(256, ge=1, description="Memory for compiled grammars of structured output that are kept.")
@@ -36,6 +47,7 @@ class DaemonSettings(ProcessSettings):
         "and the gateway has it served elsewhere where that is exact.",
     )
 
+    transport: TransportName = Field("nixl", description="How KV arrives; the connectors' must be the same.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     advertise_host: str | None = Field(None, description="Address that gateways and vLLM reach this daemon at; default: host.")
     decode_port: int = Field(50061, ge=0, le=65535, description="gRPC port of the token stream.")

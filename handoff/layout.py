@@ -1,142 +1,155 @@
-"""How a paged KV cache lies in memory, described so that another process can read its blocks.
-
-A block's interior is a fixed order of its keys and of its values ([head, token, dim] each). Every order in use (token-major,
-head-major, transposed keys, tiles for matrix units) splits each axis into digits with one stride each, so a block is a strided
-view: that is all a reader needs, and it is small enough to compare field by field.
-"""
+"""A whole model's paged KV cache, described so that another process can read its blocks: layers, and the blocks they have."""
 
 import hashlib
 import math
-from typing import Literal
+from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
-Axis = Literal["head", "token", "dim"]
-AXES: tuple[Axis, ...] = ("head", "token", "dim")
+from handoff.blocks import (
+    AXES,
+    DTYPE_BYTES,
+    FP8_BYTES,
+    MAX_ELEMENTS,
+    Axis,
+    Block,
+    Digit,
+    GqaBlock,
+    IndexBlock,
+    KindLayout,
+    LatentBlock,
+    LatentForm,
+    LayoutError,
+    contiguous_block,
+)
 
-_MAX_DIGITS = 16  # of one axis; the most in use are three
-_MAX_ELEMENTS = 1 << 22  # four times the largest block in use; validation counts them one by one
+__all__ = [
+    "AXES",
+    "DTYPE_BYTES",
+    "FP8_BYTES",
+    "Axis",
+    "Block",
+    "Digit",
+    "GqaBlock",
+    "IndexBlock",
+    "KVLayout",
+    "KindLayout",
+    "LatentBlock",
+    "LatentForm",
+    "Layer",
+    "LayoutError",
+    "contiguous_block",
+    "uniform",
+]
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-class LayoutError(Exception):
-    """A KV layout that cannot be described, or that the other side cannot read: the message names the field."""
-
-
-class Digit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One digit of an axis: `size` values, `stride` elements apart. Most significant digit first within an axis."""
-
-    size: int
-    stride: int
-
-
-class KindLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a block's keys, or its values, lie: strides count elements from `offset`, which counts from the block's start."""
-
-    offset: int
-    head: tuple[Digit, ...]
-    token: tuple[Digit, ...]
-    dim: tuple[Digit, ...]
-
-    def axis(self, name: Axis) -> tuple[Digit, ...]:
-        """Return one axis's digits."""
-        digits: tuple[Digit, ...] = getattr(self, name)
-        return digits
-
-    def places(self) -> list[int]:
-        """Return each element's place in the block, in the order of [head, token, dim]."""
-        places = [self.offset]
-        for name in AXES:
-            for digit in self.axis(name):
-                places = [place + value * digit.stride for place in places for value in range(digit.size)]
-        return places
+_MAX_LAYERS = 4096
+_MAX_BLOCKS = 64
+_ALIGNMENT = 4  # bytes: the widest element of any block, so that every layer of a landing region can be read in place
 
 
-class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One attention layer's block of grouped-query attention. Keys are rotated (RoPE applied).
+class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One layer of the cache: its name in vLLM, and which of the layout's blocks it has.
 
-    Keys and values are described apart, since backends order them differently: CPU kernels transpose keys only.
+    key_scale, value_scale: what fp8 keys and values are multiplied with to have their worth back; None for other dtypes.
     """
 
-    kv_heads: int
-    head_dim: int
-    block_tokens: int
-    dtype: str
-    keys: KindLayout
-    values: KindLayout
-
-    @property
-    def elements(self) -> int:
-        """Elements in one block."""
-        return 2 * self.kv_heads * self.block_tokens * self.head_dim
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes in one block."""
-        return self.elements * DTYPE_BYTES[self.dtype]
-
-    def validate(self) -> None:
-        """Raise LayoutError unless keys and values together address each element of the block exactly once."""
-        if self.dtype not in DTYPE_BYTES:
-            raise LayoutError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        sizes = {"head": self.kv_heads, "token": self.block_tokens, "dim": self.head_dim}
-        if min(sizes.values()) < 1 or self.elements > _MAX_ELEMENTS:
-            raise LayoutError(f"a block of {sizes} is not one of {_MAX_ELEMENTS} elements at the most")
-        for kind in (self.keys, self.values):
-            for name in AXES:
-                digits = kind.axis(name)
-                if not 1 <= len(digits) <= _MAX_DIGITS:
-                    raise LayoutError(f"{name} has {len(digits)} digits, not 1 to {_MAX_DIGITS}")
-                product = math.prod(digit.size for digit in digits)
-                if min(digit.size for digit in digits) < 1 or product != sizes[name]:
-                    raise LayoutError(f"{name} digits make {product} values, not {sizes[name]}")
-        if sorted(self.keys.places() + self.values.places()) != list(range(self.elements)):
-            raise LayoutError("keys and values do not fill the block, each element once")
+    name: str
+    block: int
+    key_scale: float | None = None
+    value_scale: float | None = None
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole model's cache: `layers` names in execution order, all with the same block."""
+    """A cache: `layers` in execution order, and the different `blocks` that they have.
 
-    layers: tuple[str, ...]
-    block: BlockLayout
+    A landing region holds layer after layer, each with all of the prompt's blocks in order.
+    """
+
+    layers: tuple[Layer, ...]
+    blocks: tuple[Block, ...]
 
     @property
     def fingerprint(self) -> str:
         """Return 16 hex digits that differ whenever any field does."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
 
+    @property
+    def block_tokens(self) -> int:
+        """Positions in one block, of any layer."""
+        return self.blocks[0].block_tokens
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every tensor-parallel rank holds the same bytes, as with latent and index caches."""
+        return not any(isinstance(block, GqaBlock) for block in self.blocks)
+
+    def block(self, layer: int) -> Block:
+        """Return the block of the layer at this index."""
+        return self.blocks[self.layers[layer].block]
+
+    def block_bytes(self, layer: int) -> int:
+        """Bytes in one block of the layer at this index."""
+        return self.block(layer).block_bytes
+
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` positions."""
-        return -(-tokens // self.block.block_tokens)
+        """Blocks of one layer that hold `tokens` positions."""
+        return -(-tokens // self.block_tokens)
+
+    def offsets(self, tokens: int) -> tuple[int, ...]:
+        """Bytes from a landing region's start to each layer's first block, for `tokens` positions."""
+        return self._bounds(tokens)[:-1]
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes in a landing region for `tokens` positions, all layers."""
-        return len(self.layers) * self.blocks_for(tokens) * self.block.block_bytes
+        return self._bounds(tokens)[-1]
 
     def validate(self) -> None:
-        """Raise LayoutError if the description is not one of a readable cache."""
-        if not self.layers:
-            raise LayoutError("layers is empty")
-        self.block.validate()
+        """Raise LayoutError, naming the field, if the description is not one of a readable cache."""
+        if not 1 <= len(self.layers) <= _MAX_LAYERS:
+            raise LayoutError("layers is empty" if not self.layers else f"layers has more than {_MAX_LAYERS} entries")
+        if not 1 <= len(self.blocks) <= _MAX_BLOCKS:
+            raise LayoutError("blocks is empty" if not self.blocks else f"blocks has more than {_MAX_BLOCKS} entries")
+        if len({layer.name for layer in self.layers}) != len(self.layers):
+            raise LayoutError("layers has a name twice")
+        self._validate_references()
+        sizes = sorted({block.block_tokens for block in self.blocks})
+        if len(sizes) != 1:
+            raise LayoutError(f"block_tokens differs between layers: {', '.join(map(str, sizes))}")
+        if sum(block.elements for block in self.blocks if isinstance(block, GqaBlock)) > MAX_ELEMENTS:
+            raise LayoutError(f"blocks have more than {MAX_ELEMENTS} elements together")
+        for block in self.blocks:
+            block.validate()
+            if block.block_bytes % _ALIGNMENT:
+                raise LayoutError(f"a block of {block.block_bytes} bytes is no multiple of {_ALIGNMENT} bytes")
+        for layer in self.layers:
+            _validate_scales(layer, self.blocks[layer.block])
+
+    def _validate_references(self) -> None:
+        """One cache has one description: each block is used, none stands there twice, the first used comes first."""
+        for layer in self.layers:
+            if not 0 <= layer.block < len(self.blocks):
+                raise LayoutError(f"layer {layer.name!r} has block {layer.block} of {len(self.blocks)}")
+        if list(dict.fromkeys(layer.block for layer in self.layers)) != list(range(len(self.blocks))):
+            raise LayoutError("blocks is not in the order of the layers that first use them, each used")
+        if len(set(self.blocks)) != len(self.blocks):
+            raise LayoutError("blocks has a block twice")
+
+    def _bounds(self, tokens: int) -> tuple[int, ...]:
+        """Where each layer begins, and where the last one ends."""
+        blocks, sizes = self.blocks_for(tokens), [block.block_bytes for block in self.blocks]
+        return tuple(accumulate((blocks * sizes[layer.block] for layer in self.layers), initial=0))
 
 
-def contiguous_block(
-    *, kv_heads: int, head_dim: int, block_tokens: int, dtype: str, order: tuple[Axis | Literal["kind"], ...]
-) -> BlockLayout:
-    """Describe a plain block whose axes lie in `order`, outermost first (kind, token, head, dim is FlashAttention's NHD)."""
-    sizes = {"kind": 2, "head": kv_heads, "token": block_tokens, "dim": head_dim}
-    strides: dict[str, int] = {}
-    stride = 1
-    for name in reversed(order):
-        strides[name] = stride
-        stride *= sizes[name]
-    digits = {name: (Digit(sizes[name], strides[name]),) for name in AXES}
-    return BlockLayout(
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_tokens=block_tokens,
-        dtype=dtype,
-        keys=KindLayout(offset=0, **digits),
-        values=KindLayout(offset=strides["kind"], **digits),
-    )
+def uniform(names: Sequence[str], block: Block, *, scale: float | None = None) -> KVLayout:
+    """Describe a cache whose layers, of these `names`, all have the same block, and one `scale` for keys and values."""
+    return KVLayout(tuple(Layer(name, 0, scale, scale) for name in names), (block,))
+
+
+def _validate_scales(layer: Layer, block: Block) -> None:
+    scaled = isinstance(block, GqaBlock) and block.dtype in FP8_BYTES
+    for name, scale in (("key_scale", layer.key_scale), ("value_scale", layer.value_scale)):
+        if scaled and (scale is None or not math.isfinite(scale) or scale <= 0):
+            raise LayoutError(f"{name} of layer {layer.name!r} is {scale}, not a positive number as its fp8 block needs")
+        if not scaled and scale is not None:
+            raise LayoutError(f"{name} of layer {layer.name!r} is {scale}, but its block is not scaled by one")

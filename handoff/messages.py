@@ -1,9 +1,10 @@
 """Control messages between connectors and daemons: small, typed, over ZeroMQ (one msgpack frame each).
 
-The worker side of a connector (one per tensor-parallel rank) says Hello once, then Begin / Sent / Abort for each handoff.
-The scheduler side says Final, which carries what only it knows. The daemon answers Welcome or Refused, Accepted or Rejected,
-and Cancel when it no longer wants a handoff; a worker answers Cancel with Stopped once none of its writes is in flight, which
-is what lets the daemon reuse the memory.
+A KV cache comes in shards, one from each tensor-parallel rank that holds heads of its own. The worker side of a connector (one
+per rank that writes) says Hello once, then Begin / Sent / Abort for each handoff. The scheduler side says Final, which carries
+what only it knows. The daemon answers Welcome or Refused, Accepted or Rejected, and Cancel when it no longer wants a handoff; a
+worker answers Cancel with Stopped once none of its writes is in flight, which is what lets the daemon reuse the memory. Waiting
+needs no answer: where it cannot be delivered, that writer is gone.
 """
 
 import msgspec
@@ -11,7 +12,8 @@ import msgspec
 from handoff.claim import SignedClaim
 from handoff.layout import KVLayout
 
-PROTOCOL_VERSION = 1  # 1: first version
+# 1: one rank. 2: shards of several ranks, layouts of several kinds of block, Waiting.
+PROTOCOL_VERSION = 2
 
 MAX_MESSAGE_BYTES = 16 << 20  # a Final with a million prompt tokens is 4 MB
 
@@ -25,12 +27,15 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A worker introduces itself: who it is, how its cache lies, how to reach its transport."""
+    """A worker introduces itself: who it is, which part of the heads it holds, how its cache lies, what it writes with.
+
+    `engine_id` is that of its vLLM, the same for all ranks. `shard` counts from 0 to `shards` - 1, in the order of the heads.
+    """
 
     protocol: int
     engine_id: str
-    rank: int
-    ranks: int
+    shard: int
+    shards: int
     model: ModelIdentity
     layout: KVLayout
     transport: str
@@ -44,7 +49,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Sent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """All of this rank's blocks are in the landing region: its writes have completed at the target."""
+    """All of this shard's blocks are in the landing region: its writes have completed at the target."""
 
     handoff_id: str
     epoch: int
@@ -74,7 +79,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The answer to Cancel: none of this rank's writes for the handoff is or will be in flight."""
+    """The answer to Cancel: none of this worker's writes for the handoff is or will be in flight."""
 
     handoff_id: str
     epoch: int
@@ -101,7 +106,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The worker may write this handoff's blocks from `address` on, `length` bytes at the most."""
+    """The worker may write its shard of this handoff from `address` on, `length` bytes at the most."""
 
     handoff_id: str
     address: int
@@ -109,7 +114,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The worker may not write this handoff. `hello`: introduce yourself (again) first."""
+    """The worker may not write this handoff, and need not say Abort. `hello`: introduce yourself (again) first."""
 
     handoff_id: str
     reason: str
@@ -124,8 +129,15 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     reason: str
 
 
+class Waiting(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The daemon still waits for this handoff, of which the worker is a writer."""
+
+    handoff_id: str
+    epoch: int
+
+
 ToDaemon = Hello | Begin | Sent | Final | Abort | Stopped
-ToConnector = Welcome | Refused | Accepted | Rejected | Cancel
+ToConnector = Welcome | Refused | Accepted | Rejected | Cancel | Waiting
 
 
 class MessageError(Exception):

@@ -8,7 +8,7 @@ import zmq.asyncio
 
 from decode_daemon.slots import Occupancy
 from handoff.claim import SignedClaim
-from handoff.messages import Accepted, Begin, Refused, Sent, ToConnector, ToDaemon, decode_for_connector, encode
+from handoff.messages import Accepted, Begin, Refused, Sent, ToConnector, ToDaemon, Waiting, decode_for_connector, encode
 from tests.kit.handoff import LAYOUT, Landing, hello
 
 TOKENS = 10
@@ -26,7 +26,7 @@ class Voice:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._socket.close(linger=0)
+        self._socket.close(linger=1000)  # what was said may still wait for the connection
         self._context.term()
 
     async def say(self, *messages: ToDaemon | bytes) -> None:
@@ -34,6 +34,14 @@ class Voice:
             await self._socket.send(message if isinstance(message, bytes) else encode(message))
 
     async def hear(self, within_s: float = 5.0) -> ToConnector:
+        """The next message but Waiting, which needs no answer and comes at any time."""
+        async with asyncio.timeout(within_s):
+            while isinstance(message := await self.hear_any(within_s), Waiting):
+                pass
+            return message
+
+    async def hear_any(self, within_s: float = 5.0) -> ToConnector:
+        """The next message of any kind."""
         async with asyncio.timeout(within_s):
             return decode_for_connector(await self._socket.recv())
 
@@ -47,7 +55,7 @@ class Voice:
 
     async def hushed(self) -> None:
         """All that was said before has been handled, and nothing was answered but to this question."""
-        refused = await self.hello(rank=1)
+        refused = await self.hello(shard=1)
         assert isinstance(refused, Refused), refused
 
 

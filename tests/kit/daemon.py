@@ -16,7 +16,7 @@ from decode_daemon.engine.protocol import DecodeParams, SamplingParams
 from decode_daemon.settings import DaemonSettings
 from handoff import decode_pb2 as pb
 from handoff.claim import Claim, ClaimKeys, SignedClaim, to_bytes
-from handoff.layout import BlockLayout, Digit, KindLayout, KVLayout
+from handoff.layout import Digit, GqaBlock, KindLayout, uniform
 from handoff.messages import Final
 from leases import Denied, Grant, LeaseTable, NodeReport, SlotRequest
 from tests.kit.control import Voice
@@ -28,7 +28,7 @@ NAME = "tiny"
 CONTEXT = 64
 PROMPT = [5, 90, 3, 41, 17, 66, 2, 2, 31, 8, 77]
 # As vLLM's CPU backend has it: heads outermost, keys transposed.
-BLOCK = BlockLayout(
+BLOCK = GqaBlock(
     kv_heads=2,
     head_dim=16,
     block_tokens=4,
@@ -36,7 +36,7 @@ BLOCK = BlockLayout(
     keys=KindLayout(0, head=(Digit(2, 128),), token=(Digit(4, 1),), dim=(Digit(16, 4),)),
     values=KindLayout(64, head=(Digit(2, 128),), token=(Digit(4, 16),), dim=(Digit(16, 1),)),
 )
-LAYOUT = KVLayout(("model.layers.0.attn", "model.layers.1.attn"), BLOCK)
+LAYOUT = uniform(["model.layers.0.attn", "model.layers.1.attn"], BLOCK)
 BLOCKS = [3, 9, 1]  # of the paged cache
 
 
@@ -172,8 +172,8 @@ Running = tuple[DaemonLane, AsyncExitStack]
 """A daemon, and the stack whose closing stops it."""
 
 
-async def read(call: Any, kind: str) -> Any:
-    async with asyncio.timeout(5):
+async def read(call: Any, kind: str, *, within_s: float = 5.0) -> Any:
+    async with asyncio.timeout(within_s):
         event = await call.read()
     assert isinstance(event, pb.DecodeEvent), "the stream ended"
     assert event.WhichOneof("event") == kind, event

@@ -9,20 +9,22 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from decode_daemon.memory import LandingMemory
 from decode_daemon.receiver import Expectation, Receiver
 from decode_daemon.slots import Landed, LandingSlot, Occupancy
 from handoff.claim import Claim, ClaimKeys, SignedClaim, new_handoff_id
-from handoff.layout import AXES, BlockLayout, KindLayout, KVLayout, contiguous_block
+from handoff.layout import AXES, GqaBlock, KindLayout, KVLayout, contiguous_block, uniform
 from handoff.messages import (
     PROTOCOL_VERSION,
     Final,
     Hello,
     ModelIdentity,
 )
-from handoff.transport import NixlTransport, Piece, Progress, Region, Transport
+from handoff.transport import Piece, Progress, Region, Transport
+from handoff.transports import TransportName, open_transport
 
 if TYPE_CHECKING:
     from connector.sender import Sender
@@ -34,7 +36,7 @@ BLOCK_TOKENS = 4
 BLOCK = contiguous_block(
     kv_heads=2, head_dim=8, block_tokens=BLOCK_TOKENS, dtype="float32", order=("kind", "token", "head", "dim")
 )
-LAYOUT = KVLayout(tuple(f"layer.{index}" for index in range(LAYERS)), BLOCK)
+LAYOUT = uniform([f"layer.{index}" for index in range(LAYERS)], BLOCK)
 EXPECTATION = Expectation(MODEL, LAYERS, BLOCK.kv_heads, BLOCK.head_dim, BLOCK.dtype, block_tokens=256)
 LANDING_BYTES = LAYOUT.bytes_for(MODEL.context_tokens)
 FIRST_TOKEN = 77
@@ -112,7 +114,7 @@ def place(kind: KindLayout, head: int, token: int, dim: int) -> int:
     return at
 
 
-def paged(block: BlockLayout, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def paged(block: GqaBlock, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """[blocks, elements] as a backend with this layout would hold K and V of [heads, tokens, dim]; the rest is noise."""
     heads, tokens, dims = keys.shape
     blocks = -(-tokens // block.block_tokens)
@@ -157,8 +159,16 @@ class Prefill:
 
 def hello(**fields: object) -> Hello:
     """The introduction of a worker that fits the daemon, but for the given fields."""
-    fitting = {"protocol": PROTOCOL_VERSION, "rank": 0, "ranks": 1, "model": MODEL, "layout": LAYOUT, "transport": "nixl"}
-    return Hello(engine_id="engine", **fitting | fields)  # type: ignore[arg-type]
+    fitting = {
+        "engine_id": "engine",
+        "protocol": PROTOCOL_VERSION,
+        "shard": 0,
+        "shards": 1,
+        "model": MODEL,
+        "layout": LAYOUT,
+        "transport": "nixl",
+    }
+    return Hello(**fitting | fields)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -176,15 +186,17 @@ def prefill(
 
     generator = torch.Generator().manual_seed(3)
     if caches is None:
-        shape = (64, layout.block.block_bytes)
-        caches = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for _ in layout.layers]
+        caches = [
+            torch.randint(0, 256, (64, layout.block_bytes(index)), dtype=torch.uint8, generator=generator)
+            for index in range(len(layout.layers))
+        ]
     sent: list[int] = []
     failed: list[str] = []
     sender = Sender(
-        transport=network or NixlTransport("prefill"),
-        memory=CacheMemory(tuple(region(cache) for cache in caches), layout.block.block_bytes),
+        transport=network or open_transport("nixl", "prefill"),
+        memory=CacheMemory(tuple(region(cache) for cache in caches), tuple(map(layout.block_bytes, range(len(layout.layers))))),
         hello=hello(**{"layout": layout} | fields),
-        identity=uuid.uuid4().bytes,
+        identity=uuid.uuid4().hex.encode(),
         limits=SenderLimits(accept, write),
         counters=Counters(lambda size, _: sent.append(size), failed.append),
     )
@@ -200,7 +212,7 @@ class Landing:
 
     slots: list[LandingSlot]
     receiver: Receiver
-    transport: NixlTransport
+    transport: Transport
     occupancies: list[Occupancy] = field(default_factory=list)
 
     @property
@@ -228,9 +240,14 @@ class Landing:
 
 @asynccontextmanager
 async def landing(
-    *, slots: int = 2, port: int = 0, expectation: Expectation = EXPECTATION, keys: ClaimKeys = KEYS
+    *,
+    slots: int = 2,
+    port: int = 0,
+    expectation: Expectation = EXPECTATION,
+    keys: ClaimKeys = KEYS,
+    network: TransportName = "nixl",
 ) -> AsyncIterator[Landing]:
-    transport = NixlTransport("landing")
+    transport = open_transport(network, "landing")
     receiver = Receiver(
         daemon_id="daemon", host="127.0.0.1", port=port, keys=keys, expectation=expectation, transport=transport
     )
@@ -248,9 +265,9 @@ async def landing(
 
 
 def changed(layout: KVLayout, **fields: object) -> KVLayout:
-    """The layout with other values in its block."""
-    values = {name: getattr(layout.block, name) for name in layout.block.__struct_fields__} | fields
-    return KVLayout(layout.layers, BlockLayout(**values))
+    """The layout with other values in its first block."""
+    first, *others = layout.blocks
+    return KVLayout(layout.layers, (msgspec.structs.replace(first, **fields), *others))
 
 
 async def whole(held: Occupancy, within_s: float = 5.0) -> Landed:

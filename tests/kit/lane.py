@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.fakes import MODEL, FakeDaemon, FakeVllm
+from benchmarks.fakes import MODEL, DaemonScript, FakeDaemon, FakeVllm
 from cli.envoy import EnvoyConfig, render
 from cli.ports import free_ports
 from cli.programs import find_program
@@ -105,17 +105,30 @@ class LaneStack:
 
 
 @asynccontextmanager
-async def lane_stack(folder: Path, *, own_process: bool = False, **settings: Any) -> AsyncIterator[LaneStack]:
-    """Start everything; ext_proc in this process, or in its own where a test must kill it."""
+async def lane_stack(
+    folder: Path,
+    *,
+    own_process: bool = False,
+    with_daemon: bool = True,
+    configured: Callable[[str], str] = str,
+    **settings: Any,
+) -> AsyncIterator[LaneStack]:
+    """Start everything; ext_proc in this process, or in its own where a test must kill it.
+
+    Not `with_daemon`, its daemon is there, but does not run. `configured` makes of the rendered configuration the one that
+    Envoy gets.
+    """
     public, internal, admin, extproc_port = islice(free_ports(), 4)
     async with AsyncExitStack() as stack:
         redis = ValkeyProcess(folder)
         redis.start()
         stack.callback(redis.stop)
         vllm = await stack.enter_async_context(FakeVllm().running())
-        daemon = await stack.enter_async_context(FakeDaemon().running(redis.url))
+        daemon = FakeDaemon()
         table = await stack.enter_async_context(LeaseTable(redis.url))
-        await until(lambda: _registered(table), "the daemon is registered")
+        if with_daemon:
+            await stack.enter_async_context(daemon.running(redis.url))
+            await until(lambda: registered(table), "the daemon is registered")
         values = {
             "secret": SECRET,
             "redis_url": redis.url,
@@ -146,7 +159,7 @@ async def lane_stack(folder: Path, *, own_process: bool = False, **settings: Any
             message_timeout_s=MESSAGE_TIMEOUT_S,
         )
         rendered, log = folder / "envoy.yaml", folder / "envoy.log"
-        rendered.write_text(render(config))
+        rendered.write_text(configured(render(config)))
         envoy = start_envoy(rendered, log)
         stack.callback(stop, envoy)
         client = await stack.enter_async_context(
@@ -186,13 +199,32 @@ def start_extproc(values: dict[str, Any]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, env={**os.environ, "ANCHORLEG_SECRET": values["secret"]}, stderr=subprocess.DEVNULL)
 
 
+@asynccontextmanager
+async def daemon_process(lane: LaneStack, script: DaemonScript) -> AsyncIterator["subprocess.Popen[bytes]"]:
+    """A scripted daemon of its own process, for a test to kill; in the lease table when the block begins."""
+    process = start_daemon(lane.redis.url, script, lane.daemon.context_tokens)
+    try:
+        await until(lambda: registered(lane.table), "the daemon is registered", 20)
+        yield process
+    finally:
+        stop(process)
+
+
+def start_daemon(redis_url: str, script: DaemonScript, context_tokens: int) -> "subprocess.Popen[bytes]":
+    """Start a scripted daemon as a process of its own."""
+    run = f"serve_daemon(sys.argv[1], {script}, slots=2, context_tokens={context_tokens})"
+    code = f"import asyncio, sys; from benchmarks.fakes import DaemonScript, serve_daemon; asyncio.run({run})"
+    return subprocess.Popen([sys.executable, "-c", code, redis_url], cwd=Path(__file__).parents[2])
+
+
 def stop(process: "subprocess.Popen[bytes]") -> None:
     """Kill a process and wait for its end."""
     process.kill()
     process.wait(10)
 
 
-async def _registered(table: LeaseTable) -> bool:
+async def registered(table: LeaseTable) -> bool:
+    """Whether a daemon is in the lease table."""
     return MODEL in await table.pools()
 
 

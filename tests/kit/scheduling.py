@@ -9,7 +9,7 @@ import zmq
 from connector.announcer import Announcer
 from connector.metadata import HandoffMetadata
 from connector.scheduler import SchedulerSide
-from handoff.claim import SignedClaim, to_params
+from handoff.claim import ClaimKeys, SignedClaim, to_params
 from handoff.messages import Abort, Final, decode_for_daemon
 from tests.kit.handoff import KEYS, signed
 
@@ -67,12 +67,12 @@ class Output:
 class Daemon:
     """A daemon's control socket that only listens, and a scheduler side that talks to it."""
 
-    def __init__(self, serving: dict[str, Any] | None = None) -> None:
+    def __init__(self, serving: dict[str, Any] | None = None, keys: ClaimKeys = KEYS) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.announcer = Announcer()
-        self.side = SchedulerSide(KEYS, BLOCK, self.announcer, serving)
+        self.side = SchedulerSide(keys, BLOCK, self.announcer, serving)
         self.opened: set[str] = set()  # what the worker side knows of
         self.withdrawn: set[str] = set()
 

@@ -142,7 +142,7 @@ class Server:
         length = LAYOUT.bytes_for(tokens)
         memory = here.memory.view(length).view(torch.float32)
         memory.copy_(torch.randn(memory.shape, generator=torch.Generator().manual_seed(self.epochs)))
-        here.begin(Writer(b"w", 0, 1, LAYOUT, tokens), name, self.epochs, 1.0)
+        here.begin(Writer(b"w", 0, 1, LAYOUT, tokens, engine="engine"), name, self.epochs, 1.0)
         here.sent(b"w", Sent(name, self.epochs, tokens, LAYOUT.blocks_for(tokens), length), 1.5)
         here.final(final_of(claim_of(name, self.epochs), tokens, finished=finished), 1.5)
         return memory

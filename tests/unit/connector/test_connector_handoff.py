@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from decode_daemon.slots import HandoffFailed, SlotState
-from handoff.layout import KVLayout, contiguous_block
+from handoff.layout import LatentBlock, contiguous_block, uniform
 from handoff.messages import ModelIdentity
 from tests.kit.handoff import (
     BLOCK,
@@ -86,7 +86,7 @@ async def test_a_prompt_too_long_for_its_slot_is_rejected(daemon: Landing) -> No
     with prefill() as worker:
         claim, held = daemon.claim()
         request = worker.open(claim, MODEL.context_tokens + 1)
-        with pytest.raises(HandoffFailed, match=r"tokens need .* bytes; slot 0 has"):
+        with pytest.raises(HandoffFailed, match=r"tokens need .* bytes; the slot has"):
             await whole(held)
         await worker.settled(request)
         assert worker.failed == ["failed"]
@@ -129,6 +129,13 @@ async def test_a_daemon_that_restarts_on_its_port_is_found_again() -> None:
     assert worker.failed == []
 
 
+async def test_a_vllm_that_restarts_hands_over_at_once(daemon: Landing) -> None:
+    for _ in range(3):
+        with prefill() as worker:
+            await hand_over(worker, daemon)
+            assert worker.failed == []
+
+
 async def test_a_daemon_that_died_before_it_said_welcome_is_greeted_again() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as deaf:
         port = deaf.bind_to_random_port("tcp://127.0.0.1")
@@ -164,21 +171,22 @@ async def test_a_daemon_that_cannot_be_addressed_costs_nobody_else_anything(daem
         await worker.settled(lost)
 
 
+NAMES = [layer.name for layer in LAYOUT.layers]
 MISMATCHES: dict[str, dict[str, object]] = {
-    "protocol": {"protocol": 2},
-    "transport": {"transport": "mooncake"},
-    "tensor-parallel size": {"ranks": 2},
-    "rank": {"rank": 1},
+    "protocol": {"protocol": 1},
+    "transport": {"transport": "another"},
+    "shard": {"shard": 1},
     "served model name": {"model": ModelIdentity("other", MODEL.weights, MODEL.context_tokens)},
     "model weights": {"model": ModelIdentity(MODEL.name, "f" * 16, MODEL.context_tokens)},
     "context tokens": {"model": ModelIdentity(MODEL.name, MODEL.weights, 128)},
-    "layers": {"layout": KVLayout(LAYOUT.layers[:2], BLOCK)},
+    "layers": {"layout": uniform(["layer.0", "layer.1"], BLOCK)},
+    "kind of attention": {"layout": uniform(NAMES, LatentBlock(4))},
     "KV heads": {"layout": changed(LAYOUT, kv_heads=4)},
     "head dim": {"layout": changed(LAYOUT, head_dim=16)},
     "KV dtype": {"layout": changed(LAYOUT, dtype="bfloat16")},
     "block size": {
-        "layout": KVLayout(
-            LAYOUT.layers,
+        "layout": uniform(
+            NAMES,
             contiguous_block(kv_heads=2, head_dim=8, block_tokens=512, dtype="float32", order=("kind", "token", "head", "dim")),
         )
     },

@@ -1,56 +1,16 @@
 """Handoffs that go wrong: cancelled, stuck, broken, withdrawn. The next one must find everything as it was."""
 
 import asyncio
-import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from decode_daemon.slots import HandoffFailed, SlotRefused, SlotState
 from handoff.claim import SignedClaim
-from handoff.transport import NixlTransport, Peer, Piece, Progress, Region, Transfer, TransportError
+from handoff.transport import Progress
 from tests.kit.handoff import BLOCKS, LANDING_BYTES, TOKENS, Landing, comes_true, hand_over, prefill, until, whole
-
-
-class _HeldTransfer:
-    """A write that stays in flight until the gate opens, and is only then posted."""
-
-    def __init__(self, gate: threading.Event, post: Callable[[], Transfer]) -> None:
-        self._gate = gate
-        self._post = post
-        self._posted: Transfer | None = None
-
-    def poll(self) -> Progress:
-        if not self._gate.is_set():
-            return Progress.BUSY
-        if self._posted is None:
-            self._posted = self._post()
-        return self._posted.poll()
-
-    def close(self) -> None:
-        if self._posted is not None:
-            self._posted.close()
-
-
-class HeldTransport(NixlTransport):
-    """A network that can be stopped: writes wait for `gate`. `break_after`: that many writes work, the others fail."""
-
-    def __init__(self, *, break_after: int | None = None) -> None:
-        super().__init__("held")
-        self.gate = threading.Event()
-        self.late: list[Callable[[], Transfer]] = []  # every write, to be posted again by a test
-        self._works = break_after
-
-    def write(self, peer: Peer, pieces: Sequence[Piece], source: Region) -> Transfer:
-        if self._works is not None:
-            self._works -= 1
-            if self._works < 0:
-                raise TransportError(f"the network to {peer} is broken")
-        post = partial(super().write, peer, pieces, source)
-        self.late.append(post)
-        return _HeldTransfer(self.gate, post)
+from tests.kit.network import HeldTransport
 
 
 async def test_a_cancelled_writer_says_when_it_has_stopped_and_the_memory_waits_for_that(daemon: Landing) -> None:
@@ -204,7 +164,7 @@ async def test_fewer_blocks_than_the_prompt_has_fail_the_handoff(daemon: Landing
         claim, held = daemon.claim()
         worker.write(worker.open(claim, TOKENS), BLOCKS[:5])
         daemon.end_prefill(claim)
-        with pytest.raises(HandoffFailed, match=r"22 tokens in 5 blocks .* arrived, 22 tokens in 6 blocks .* were due"):
+        with pytest.raises(HandoffFailed, match=r"22 tokens in 5 blocks .* arrived as shard 0, 22 tokens in 6 blocks .* due"):
             await whole(held)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from connector.metadata import HandoffMetadata
 from connector.scheduler import PROMPT_TAIL
-from handoff.claim import CLAIM_KEY, ClaimKeys, to_params
+from handoff.claim import CLAIM_KEY, to_params
 from handoff.messages import Abort, Final
 from tests.kit.handoff import signed
 from tests.kit.scheduling import BLOCK, FIRST, Cached, Daemon, New, Output, Request, Status, chunks
@@ -21,29 +21,6 @@ def daemon() -> Iterator[Daemon]:
     here = Daemon()
     yield here
     here.close()
-
-
-STRANGERS = ClaimKeys([b"a key of somebody else"])
-UNCLAIMED: dict[str, Any] = {
-    "no params": None,
-    "empty params": {},
-    "another connector's": {"remote_engine_id": "x"},
-    "malformed": {CLAIM_KEY: {"claim": {}}},
-    "not an object": {CLAIM_KEY: "yes"},
-    "forged": to_params(signed(keys=STRANGERS)),
-    "signed in letters": {CLAIM_KEY: to_params(signed())[CLAIM_KEY] | {"signature": "é"}},
-    "expired": to_params(signed(life_s=-1)),
-}
-
-
-@pytest.mark.parametrize("params", UNCLAIMED.values(), ids=UNCLAIMED.keys())
-def test_a_request_without_a_valid_claim_is_none_of_our_business(daemon: Daemon, params: Any) -> None:
-    request = Request("r", list(range(10)), params)
-    for _ in range(2):
-        daemon.side.consider(request)
-    assert daemon.step(request, 10, new=[1, 2, 3]) == HandoffMetadata()
-    assert daemon.finish(request) is None
-    assert daemon.heard() == []
 
 
 def test_a_prompt_in_one_step_goes_out_whole(daemon: Daemon) -> None:

@@ -1,70 +1,22 @@
 """The worker side as vLLM drives it: caches registered, steps begun and ended, blocks reported free exactly once."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pydantic import SecretStr
 
-from connector.metadata import Chunk, HandoffMetadata, Opening
-from connector.settings import ConnectorSettings
+from connector.metadata import Chunk, HandoffMetadata
 from connector.worker import WorkerSide
 from decode_daemon.slots import HandoffFailed
-from handoff.claim import SignedClaim
 from handoff.layout import LayoutError
 from process.errors import PortBusyError
-from tests.kit.handoff import BLOCK, LAYOUT, MODEL, Landing, comes_true
-
-BLOCKS = (6, 7, 2)
-TOKENS = 11
-
-
-class Backend:
-    """Token-major, keys before values, as FlashAttention has it."""
-
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        for kind, source in enumerate((key, value)):
-            cache[slots // BLOCK.block_tokens, kind, slots % BLOCK.block_tokens] = source
-
-
-def caches() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    shape = (16, 2, BLOCK.block_tokens, BLOCK.kv_heads, BLOCK.head_dim)
-    return {name: torch.randn(shape, generator=generator) for name in LAYOUT.layers}
-
-
-def config(**changes: Any) -> Any:
-    """What the worker side reads of vLLM's configuration."""
-    model = {
-        "get_num_kv_heads": lambda _: BLOCK.kv_heads,
-        "get_head_size": lambda: BLOCK.head_dim,
-        "served_model_name": [MODEL.name, "alias"],
-        "model": "/nowhere",
-        "max_model_len": MODEL.context_tokens,
-    }
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=0, world_size=1),
-        model_config=SimpleNamespace(**model | changes),
-        cache_config=SimpleNamespace(block_size=BLOCK.block_tokens),
-        compilation_config=SimpleNamespace(
-            static_forward_context={name: SimpleNamespace(impl=Backend()) for name in LAYOUT.layers}
-        ),
-    )
-
-
-def settings(**changes: Any) -> ConnectorSettings:
-    given: dict[str, Any] = {
-        "secret": SecretStr("a secret of the tests"),
-        "model_identity": MODEL.weights,
-        "accept_timeout_s": 3.0,
-    }
-    return ConnectorSettings(**given | changes)
+from tests.kit.handoff import LAYOUT, Landing, comes_true
+from tests.kit.network import HeldTransport
+from tests.kit.worker import BLOCKS, TOKENS, also, caches, config, reports, settings, step
 
 
 @pytest.fixture
@@ -79,38 +31,6 @@ def worker(own_caches: dict[str, torch.Tensor]) -> Iterator[WorkerSide]:
     yield side
     side.close()
     side.close()
-
-
-def step(
-    worker: WorkerSide,
-    *,
-    opened: dict[str, SignedClaim] | None = None,
-    chunks: list[Chunk] | None = None,
-    withdrawn: list[str] | None = None,
-    preempted: list[str] | None = None,
-    finished: set[str] | None = None,
-) -> set[str]:
-    """One engine step in vLLM's order; returns the requests whose blocks may be freed."""
-    openings = [Opening(name, claim, TOKENS) for name, claim in (opened or {}).items()]
-    metadata = HandoffMetadata(openings, chunks or [], withdrawn or [], preempted or [])
-    worker.fence(metadata)
-    worker.begin_step(metadata)
-    worker.end_step(metadata)
-    return worker.take_finished(finished or set())
-
-
-async def reports(worker: WorkerSide, finished: set[str], *, of: set[str] | None = None) -> list[str]:
-    """Step until these requests are reported, and some steps more; returns every report in order."""
-    seen = sorted(step(worker, finished=finished))
-    await comes_true(lambda: set(also(seen, step(worker))) >= (of or finished))
-    for _ in range(5):
-        also(seen, step(worker))
-    return seen
-
-
-def also(seen: list[str], reported: set[str]) -> list[str]:
-    seen += sorted(reported)
-    return seen
 
 
 async def test_a_prompt_goes_from_vllms_caches_into_the_slot_and_is_reported_once(
@@ -163,6 +83,34 @@ async def test_a_preempted_requests_blocks_are_not_overwritten_while_they_are_re
     assert await reports(worker, {"r"}) == ["r"]
 
 
+async def test_writes_that_do_not_end_hold_a_preemption_up_for_half_a_second_and_nobody_uses_what_they_bring(
+    daemon: Landing, own_caches: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = HeldTransport()
+    monkeypatch.setattr("connector.worker.open_transport", lambda *_: network)
+    worker = WorkerSide(config(), settings())
+    worker.register(own_caches)
+    try:
+        claim, held = daemon.claim()
+        step(worker, opened={"r": claim}, chunks=[Chunk("r", 0, BLOCKS[:2], last=False)])
+        await comes_true(lambda: bool(network.late))
+        began = time.monotonic()
+        step(worker, preempted=["r"])
+        assert 0.5 <= time.monotonic() - began < 2.0
+        assert "writes of ['r'] did not end in time" in caplog.text
+        assert step(worker, finished={"r"}) == set()
+        daemon.end_prefill(claim, TOKENS)
+        releasing = asyncio.create_task(daemon.slots[0].release(held, "preempted", 5.0))
+        done, _ = await asyncio.wait([releasing], timeout=0.1)
+        assert not done  # its memory is the write's until that has ended
+        network.gate.set()
+        await asyncio.wait_for(releasing, 2)
+        assert await reports(worker, set(), of={"r"}) == ["r"]
+    finally:
+        network.gate.set()
+        worker.close()
+
+
 def test_a_step_without_claimed_requests_costs_nothing_even_before_registration() -> None:
     side = WorkerSide(config(), settings())
     metadata = HandoffMetadata()
@@ -172,17 +120,24 @@ def test_a_step_without_claimed_requests_costs_nothing_even_before_registration(
     side.close()
 
 
-def test_caches_in_different_orders_are_refused() -> None:
-    class Other(Backend):
-        def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, *where: torch.Tensor) -> None:
-            super().do_kv_cache_update(layer, value, key, *where)
-
-    mixed = config()
-    mixed.compilation_config.static_forward_context[LAYOUT.layers[1]].impl = Other()
-    with pytest.raises(LayoutError, match="2 different orders"):
-        WorkerSide(mixed, settings()).register(caches())
+def test_no_cache_is_no_layout() -> None:
     with pytest.raises(LayoutError, match="no KV cache"):
         WorkerSide(config(), settings()).register({})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "changes", "option"),
+    [
+        ({"pipeline_parallel_size": 2}, {}, "--pipeline-parallel-size"),
+        ({"decode_context_parallel_size": 2}, {}, "--decode-context-parallel-size"),
+        ({"use_ubatching": True}, {"pipeline_layers": True}, "--enable-dbo"),
+    ],
+)
+def test_what_cannot_be_handed_over_ends_vllms_start_by_its_option(
+    parallel: dict[str, Any], changes: dict[str, Any], option: str
+) -> None:
+    with pytest.raises(LayoutError, match=option):
+        WorkerSide(config(parallel=parallel), settings(**changes)).register(caches())
 
 
 def test_a_model_without_a_local_folder_needs_its_identity_by_name() -> None:

@@ -9,6 +9,7 @@ import pytest
 from decode_daemon.slots import HandoffFailed, SlotState
 from handoff.claim import ClaimKeys, new_handoff_id
 from handoff.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Accepted,
     Begin,
@@ -34,7 +35,7 @@ from tests.kit.handoff import (
 async def test_a_welcome_carries_what_the_transport_needs(daemon: Landing) -> None:
     async with Voice(daemon.port) as voice:
         welcome = await voice.hello()
-    assert welcome == Welcome(1, "daemon", daemon.transport.metadata())
+    assert welcome == Welcome(PROTOCOL_VERSION, "daemon", daemon.transport.metadata())
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -76,7 +77,7 @@ async def test_a_worker_that_knows_only_old_memory_is_asked_to_introduce_itself_
 async def test_a_begin_is_accepted_once(daemon: Landing, worker: Voice) -> None:
     claim, held = await begun(daemon, worker)
     answer = await worker.ask(Begin(claim, TOKENS))
-    assert answer == Rejected(claim.claim.handoff_id, f"rank 0 has already begun handoff {claim.claim.handoff_id}")
+    assert answer == Rejected(claim.claim.handoff_id, f"shard 0 has already begun handoff {claim.claim.handoff_id}")
     async with Voice(daemon.port) as another:
         await another.hello()
         assert isinstance(await another.ask(Begin(claim, TOKENS)), Rejected)
@@ -142,7 +143,7 @@ async def test_a_prompt_of_an_impossible_length_is_refused(daemon: Landing, work
 async def test_other_counts_than_were_due_fail_the_handoff(daemon: Landing, worker: Voice, change: dict[str, int]) -> None:
     claim, held = await begun(daemon, worker)
     await worker.say(final_of(claim, TOKENS), sent(claim, **change))
-    with pytest.raises(HandoffFailed, match=r"arrived, 10 tokens in 3 blocks of 4608 bytes in all were due"):
+    with pytest.raises(HandoffFailed, match=r"arrived as shard 0, 10 tokens in 3 blocks of 4608 bytes in all were due"):
         await whole(held)
 
 

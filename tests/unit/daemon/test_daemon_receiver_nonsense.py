@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from decode_daemon.receiver import Receiver
+from handoff.layout import KVLayout, Layer, contiguous_block
 from handoff.messages import (
     Begin,
     Final,
@@ -16,14 +17,16 @@ from handoff.messages import (
     Welcome,
     encode,
 )
-from handoff.transport import NixlTransport
+from handoff.nixl import NixlTransport
 from process.errors import PortBusyError
 from tests.kit.control import TOKENS, Voice, begun, sent
 from tests.kit.handoff import (
+    BLOCK,
     EXPECTATION,
     KEYS,
     LAYOUT,
     Landing,
+    changed,
     final_of,
     hello,
     signed,
@@ -62,12 +65,13 @@ async def test_an_error_nobody_thought_of_ends_with_its_message(
 @pytest.mark.parametrize(
     "layout",
     [
-        msgspec.structs.replace(LAYOUT, block=msgspec.structs.replace(LAYOUT.block, keys=LAYOUT.block.values)),
-        msgspec.structs.replace(
-            LAYOUT, block=msgspec.structs.replace(LAYOUT.block, keys=msgspec.structs.replace(LAYOUT.block.keys, head=()))
-        ),
+        changed(LAYOUT, keys=BLOCK.values),
+        changed(LAYOUT, keys=msgspec.structs.replace(BLOCK.keys, head=())),
+        KVLayout(LAYOUT.layers, ()),
+        KVLayout((*LAYOUT.layers[:2], Layer("layer.2", 7)), LAYOUT.blocks),
+        KVLayout((*LAYOUT.layers[:2], Layer("layer.2", -1)), LAYOUT.blocks),
     ],
-    ids=["overlapping", "no digits"],
+    ids=["overlapping", "no digits", "no blocks", "a block that is not there", "a negative block"],
 )
 async def test_a_layout_that_is_none_is_refused_with_an_answer(daemon: Landing, layout: Any) -> None:
     async with Voice(daemon.port) as voice:
@@ -77,14 +81,12 @@ async def test_a_layout_that_is_none_is_refused_with_an_answer(daemon: Landing, 
 
 
 async def test_a_layout_made_to_waste_time_is_refused_in_no_time(daemon: Landing) -> None:
-    from handoff.layout import contiguous_block
-
     block = contiguous_block(
         kv_heads=2, head_dim=8, block_tokens=1 << 17, dtype="float32", order=("kind", "token", "head", "dim")
     )
     began = time.monotonic()
     async with Voice(daemon.port) as voice:
-        answer = await voice.hello(layout=msgspec.structs.replace(LAYOUT, block=block))
+        answer = await voice.hello(layout=KVLayout(LAYOUT.layers, (block,)))
     assert answer == Refused("block size", "131072", "256 at the most")
     assert time.monotonic() - began < 0.5
 

@@ -29,7 +29,7 @@ async def test_the_runner_waits_for_its_thread_however_often_it_is_cancelled() -
     memory: Any = Memory()
     slot = LandingSlot(0, LandingMemory(memory, LANDING_BYTES), lambda *_: None)
     held = slot.reserve("h", 1)
-    slot.begin(Writer(b"w", 0, 1, LAYOUT, TOKENS), "h", 1, 0.0)
+    slot.begin(Writer(b"w", 0, 1, LAYOUT, TOKENS, engine="engine"), "h", 1, 0.0)
     slot.sent(b"w", Sent("h", 1, TOKENS, LAYOUT.blocks_for(TOKENS), LAYOUT.bytes_for(TOKENS)), 0.0)
     slot.final(final_of(claim_of("h", 1), TOKENS), 0.0)
     runner = EngineRunner(ScriptedEngine(counting(1), ready=wait), Timings(lambda _: None, lambda *_: None))

@@ -1,7 +1,6 @@
 """A slot under every order of events: one holder at a time, epochs that only rise, memory that nobody else writes to."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,26 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from decode_daemon.memory import LandingMemory
 from decode_daemon.slots import LandingSlot, Occupancy, SlotRefused, SlotState, Writer
 from handoff.messages import Cancel, Sent, ToConnector
-from handoff.transport import Region, Transport
+from handoff.transport import Region
 from tests.kit.handoff import LANDING_BYTES, LAYOUT, claim_of, final_of
+from tests.kit.network import Registry, unused_memory
 
 TOKENS = 10
 RANKS = 2
 GRACE = 5.0
-
-
-class Registry:
-    """The part of a transport that memory needs."""
-
-    def __init__(self) -> None:
-        self.regions: list[Region] = []
-
-    def register(self, regions: Sequence[Region]) -> None:
-        self.regions += regions
-
-    def unregister(self, regions: Sequence[Region]) -> None:
-        for region in regions:
-            self.regions.remove(region)
 
 
 class Clock(asyncio.SelectorEventLoop):
@@ -64,7 +50,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.releasing: asyncio.Task[None] | None = None
         self.last: Occupancy | None = None  # held, or released last
         self.claims: dict[int, Any] = {}
-        self.writing: dict[bytes, tuple[int, int]] = {}  # who may write: its epoch, and the address it was given
+        self.writing: dict[bytes, tuple[int, int]] = {}  # who may write: its epoch, and the memory that it was given part of
         self.highest = 0
         self.handed_out = 0
 
@@ -103,6 +89,11 @@ class SlotMachine(RuleBasedStateMachine):
         """An epoch near the one in use, or near the newest one."""
         return max(0, (self.slot.epoch_in_use or self.highest) + delta)
 
+    def identity(self, epoch: int, rank: int) -> bytes:
+        """Of whoever writes this shard, or of nobody."""
+        names = (b"%d-%d-a" % (epoch, rank), b"%d-%d-b" % (epoch, rank))
+        return next((name for name in names if name in self.writing), names[0])
+
     @rule(delta=newer)
     def reserve(self, delta: int) -> None:
         epoch, floor = max(0, self.highest + delta), self.slot.floor
@@ -115,24 +106,44 @@ class SlotMachine(RuleBasedStateMachine):
             writers = {address for _, address in self.writing.values()}
             assert self.slot.memory.address not in writers, "memory with a writer was handed out"
 
-    @rule(delta=epochs, rank=ranks)
-    def begin(self, delta: int, rank: int) -> None:
+    @rule(delta=epochs, rank=ranks, engine=st.sampled_from("aaab"), tokens=st.sampled_from([TOKENS] * 4 + [TOKENS + 1]))
+    def begin(self, delta: int, rank: int, engine: str, tokens: int) -> None:
         epoch = self.epoch(delta)
-        identity = b"%d-%d" % (epoch, rank)
-        writer = Writer(identity, rank, RANKS, LAYOUT, TOKENS)
-        expected = self.held is not None and self.held.epoch == epoch and rank not in self.held.writers
+        identity = b"%d-%d-%s" % (epoch, rank, engine.encode())
+        writer = Writer(identity, rank, RANKS, LAYOUT, tokens, engine)
+        due = self.held is not None and self.held.epoch == epoch
+        others = list(self.held.writers.values()) if self.held else []
+        first = due and rank not in {other.shard for other in others} and all(other.engine == engine for other in others)
+        expected = first and all(other.tokens == tokens for other in others)
         granted = self.call(self.slot.begin, writer, f"handoff-{epoch}", epoch, 0.0)
         assert (granted is not None) == expected
         if granted is not None:
-            assert granted == (self.slot.memory.address, LAYOUT.bytes_for(TOKENS))
-            self.writing[identity] = (epoch, granted[0])
+            length = LAYOUT.bytes_for(tokens)
+            assert granted == (self.slot.memory.address + rank * length, length)
+            self.writing[identity] = (epoch, self.slot.memory.address)
+        elif first:  # two shards of one cache that cannot be: nothing whole will come of it
+            assert self.held is not None
+            assert self.held.landed.done()
 
     @rule(delta=epochs, rank=ranks, wrong=st.booleans())
     def sent(self, delta: int, rank: int, wrong: bool) -> None:
         epoch = self.epoch(delta)
-        identity = b"%d-%d" % (epoch, rank)
+        identity = self.identity(epoch, rank)
         if self.writing.pop(identity, None) is not None:  # only a writer can have written
             self.call(self.slot.sent, identity, self.message(epoch, **({"bytes": 1} if wrong else {})), 1.0)
+
+    @rule(delta=epochs, rank=ranks)
+    def lost(self, delta: int, rank: int) -> None:
+        """Its connection is gone, and nobody knows of its bytes."""
+        identity = self.identity(self.epoch(delta), rank)
+        generation, releasing = self.slot.memory.generation, self.releasing
+        active = {name for name, (epoch, _) in self.writing.items() if epoch == self.slot.epoch_in_use}
+        self.call(self.slot.lost, identity)
+        if self.held is not None and any(writer.lost for writer in self.held.writers.values()):
+            assert self.held.landed.done()
+        if releasing is not None and releasing.done():  # it was the last to wait for
+            assert self.slot.memory.generation == generation + 1
+            assert identity in active
 
     @rule(delta=epochs)
     def final(self, delta: int) -> None:
@@ -142,7 +153,7 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(delta=epochs, rank=ranks, writing=st.booleans(), stranger=st.booleans())
     def abort(self, delta: int, rank: int, writing: bool, stranger: bool) -> None:
         epoch = self.epoch(delta)
-        identity = b"scheduler" if stranger else b"%d-%d" % (epoch, rank)
+        identity = b"scheduler" if stranger else self.identity(epoch, rank)
         if not stranger and not writing:
             self.writing.pop(identity, None)
         self.call(lambda: self.slot.abort(identity, f"handoff-{epoch}", epoch, "any reason", writing=writing))
@@ -152,7 +163,7 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(delta=epochs, rank=ranks)
     def stopped(self, delta: int, rank: int) -> None:
         epoch = self.epoch(delta)
-        identity = b"%d-%d" % (epoch, rank)
+        identity = self.identity(epoch, rank)
         self.writing.pop(identity, None)
         self.call(self.slot.stopped, identity, f"handoff-{epoch}", epoch)
 
@@ -162,13 +173,17 @@ class SlotMachine(RuleBasedStateMachine):
         held, self.held = self.held, None
         assert held is not None
         active = {writer.identity for writer in held.writers.values() if writer.active}
-        before = len(self.said)
+        waited_for = {writer.identity for writer in held.writers.values() if writer.active and not writer.lost}
+        before, generation = len(self.said), self.slot.memory.generation
         self.releasing = self.loop.create_task(self.slot.release(held, "done", GRACE))
         self.call(lambda: None)
         told = self.said[before:]
         assert {identity for identity, _ in told} == active
         assert all(message == Cancel(held.handoff_id, held.epoch, "done") for _, message in told)
         assert held.landed.done()
+        assert (self.releasing is None) == (not waited_for)
+        if self.releasing is None:
+            assert self.slot.memory.generation == generation + bool(active)
 
     @precondition(lambda self: self.last is not None and self.held is None)
     @rule()
@@ -232,24 +247,22 @@ class SlotMachine(RuleBasedStateMachine):
         held = self.held
         if held is not None and held.landed.done() and held.landed.exception() is None:
             assert all(held.writers[rank].sent == self.message(held.epoch) for rank in range(RANKS))
-            assert held.landed.result().prompt == tuple(range(TOKENS))
+            assert len({writer.engine for writer in held.writers.values()}) == 1
+            landed = held.landed.result()
+            assert landed.prompt == tuple(range(TOKENS))
+            assert (landed.shards, landed.bytes) == (RANKS, RANKS * LAYOUT.bytes_for(TOKENS))
 
 
 SlotMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestSlot = SlotMachine.TestCase
 
 
-def memory() -> LandingMemory:
-    transport: Transport = Registry()  # type: ignore[assignment]
-    return LandingMemory(transport, LANDING_BYTES)
-
-
 async def test_a_slot_shows_its_whole_life() -> None:
-    slot = LandingSlot(0, memory(), lambda *_: None)
+    slot = LandingSlot(0, unused_memory(), lambda *_: None)
     seen = [slot.state]
     held = slot.reserve("h", 1)
     seen.append(slot.state)
-    slot.begin(Writer(b"w", 0, 1, LAYOUT, TOKENS), "h", 1, 10.0)
+    slot.begin(Writer(b"w", 0, 1, LAYOUT, TOKENS, "engine"), "h", 1, 10.0)
     slot.sent(b"w", Sent("h", 1, TOKENS, LAYOUT.blocks_for(TOKENS), LAYOUT.bytes_for(TOKENS)), 10.5)
     slot.final(final_of(claim_of("h", 1), TOKENS), 11.25)
     seen.append(slot.state)
@@ -264,7 +277,7 @@ async def test_a_slot_shows_its_whole_life() -> None:
 
 
 async def test_the_table_cannot_retire_the_epoch_that_is_in_use() -> None:
-    slot = LandingSlot(0, memory(), lambda *_: None)
+    slot = LandingSlot(0, unused_memory(), lambda *_: None)
     held = slot.reserve("h", 5)
     for epoch in (3, 5, 9):
         slot.raise_floor(epoch)

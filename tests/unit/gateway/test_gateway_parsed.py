@@ -157,6 +157,11 @@ class TestStream:
         ((_, last),) = [choices(events)]
         assert (last["delta"], last["token_ids"], last["logprobs"]) == ({}, None, None)
 
+    async def test_hidden_reasoning_is_null_beside_whatever_else_is_said(self) -> None:
+        events = await streamed(parts(Parser(delta=lambda ids: {"content": "x"}), hidden=True), stopped(REST[:1]))
+        deltas = [list(choice["delta"].items()) for choice in choices(events)[1:]]
+        assert deltas == [[("content", "x"), ("reasoning", None)]] * 2
+
     async def test_tokens_of_reasoning_are_counted_in_usage(self) -> None:
         form = {"include_usage": True, "continuous_usage": True}
         answer = parts(Parser(), form=form, markers=frozenset({OPENING, CLOSING}), reasoning=ReasoningTokens(OPENING, CLOSING))

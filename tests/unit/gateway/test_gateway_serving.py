@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from benchmarks.fakes import SERVING
 from gateway.body import Body
 from gateway.endpoints import Endpoint
 from gateway.grammars import Grammar, GrammarKind
 from gateway.plan import Plan, make_plan
 from gateway.serving import HandedOver, Serving, Servings, read_handed_over, why_not_exact
 from gateway.settings import GatewaySettings
-from tests.kit.gateway import SECRET, SERVING, card, chat, handed_over, prompt_request
+from tests.kit.gateway import SECRET, card, chat, handed_over, prompt_request
 
 
 def serving(**told: Any) -> Serving:

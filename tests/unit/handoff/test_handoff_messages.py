@@ -19,6 +19,7 @@ from handoff.messages import (
     Stopped,
     ToConnector,
     ToDaemon,
+    Waiting,
     Welcome,
     decode_for_connector,
     decode_for_daemon,
@@ -28,7 +29,7 @@ from tests.kit.handoff import LAYOUT, MODEL, signed
 
 CLAIM = signed()
 TO_DAEMON: list[ToDaemon] = [
-    Hello(1, "engine", 0, 1, MODEL, LAYOUT, "nixl"),
+    Hello(2, "engine", 0, 1, MODEL, LAYOUT, "nixl"),
     Begin(CLAIM, 10),
     Sent("id", 3, 10, 3, 4608),
     Final(CLAIM, b"\x01\x00\x00\x00", 7, finished=True),
@@ -37,11 +38,12 @@ TO_DAEMON: list[ToDaemon] = [
     Stopped("id", 3),
 ]
 TO_CONNECTOR: list[ToConnector] = [
-    Welcome(1, "daemon", b"agent"),
+    Welcome(2, "daemon", b"agent"),
     Refused("layers", "30", "32"),
     Accepted("id", 2**47, 4608),
     Rejected("id", "stale", hello=True),
     Cancel("id", 3, "the client left"),
+    Waiting("id", 3),
 ]
 
 
