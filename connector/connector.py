@@ -55,6 +55,11 @@ class AnchorlegConnector(KVConnectorBase_V1, SupportsHMA):
         """Within a full CUDA graph no layer would be saved by itself."""
         return ConnectorSettings.load(**extra_config).pipeline_layers
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Sleep takes back the memory that is registered with the transport; from 0.33 on vLLM refuses the two together."""
+        return False
+
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

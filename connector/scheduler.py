@@ -88,6 +88,9 @@ class SchedulerSide:
         cached = output.scheduled_cached_reqs
         for request_id in {*(output.preempted_req_ids or ()), *cached.resumed_req_ids}:
             self._give_up(request_id, metadata.preempted, "preempted")
+        # vLLM 0.30 and 0.31 with HiSparse: other blocks than those that were told of before.
+        for request_id in getattr(output, "block_table_updates", None) or ():
+            self._give_up(request_id, metadata.withdrawn, "vLLM has moved its blocks")
         for new in output.scheduled_new_reqs:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None and not tracked.given_up:

@@ -25,12 +25,15 @@ class Shard:
 
 
 def require_whole_layers(config: "VllmConfig") -> None:
-    """Raise LayoutError, naming the option, where ranks divide a prompt's KV otherwise than by heads."""
+    """Raise LayoutError, naming the option, where ranks divide a prompt's KV otherwise than by heads, or its memory may go."""
     parallel = config.parallel_config
     for name, option in _UNSUPPORTED.items():
         size = getattr(parallel, name, 1)
         if size > 1:
             raise LayoutError(f"{option} is {size}: a KV cache divided by layers or by tokens is not handed over; use 1")
+    # Before 0.33 vLLM does not ask the connector for it.
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        raise LayoutError("--enable-sleep-mode takes back the memory that a KV cache is sent from: start vLLM without it")
 
 
 def shard_of(config: "VllmConfig", layout: KVLayout) -> Shard:

@@ -62,6 +62,7 @@ class Output:
     scheduled_cached_reqs: Cached = field(default_factory=Cached)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     preempted_req_ids: set[str] | None = None
+    block_table_updates: dict[str, list[int]] | None = None  # of vLLM 0.30 and 0.31
 
 
 class Daemon:

@@ -127,6 +127,14 @@ def test_more_than_one_group_of_blocks_is_given_up_before_the_worker_hears_of_it
     assert daemon.heard() == [Abort(claim, "2 KV cache groups are not supported")]
 
 
+def test_a_request_whose_blocks_vllm_moves_goes_on_as_an_ordinary_one(daemon: Daemon) -> None:
+    request, _ = daemon.request(12)
+    daemon.step(request, 8, new=[1, 2])
+    moved = daemon.build(Output(block_table_updates={request.request_id: [7, 8]}))
+    assert moved.withdrawn == [request.request_id]
+    assert not daemon.step(request, 4, computed=8, more=[9]).chunks
+
+
 @pytest.mark.parametrize("how", ["told", "resumed at once"])
 def test_a_preempted_request_is_fenced_and_goes_on_as_an_ordinary_one(daemon: Daemon, how: str) -> None:
     request, claim = daemon.request(12)

@@ -75,3 +75,10 @@ def test_vllms_own_configuration_has_these_options() -> None:
     assert (parallel.pipeline_parallel_size, parallel.prefill_context_parallel_size) == (1, 1)
     assert (parallel.decode_context_parallel_size, parallel.tensor_parallel_size, parallel.rank) == (1, 1, 0)
     assert parallel.use_ubatching is False
+
+
+def test_a_cache_that_vllm_may_take_back_is_refused() -> None:
+    sleepy = config()
+    sleepy.model_config.enable_sleep_mode = True
+    with pytest.raises(LayoutError, match="--enable-sleep-mode"):
+        require_whole_layers(sleepy)
