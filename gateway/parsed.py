@@ -91,7 +91,8 @@ class ParsedStream:
         ids = self._parts.text_ids(piece.ids, piece.finish)
         if not ids and piece.finish is None:
             return {}
-        return await self._parts.derenderer.delta(ids, piece.finish)
+        message = await self._parts.derenderer.delta(ids, piece.finish)
+        return _with_null_reasoning(message) if message and self._parts.parsing.hidden else message
 
     def _chunk(self, message: dict[str, Any], delta: Delta) -> bytes | None:
         """Return the chunk of one call; None where vLLM sends none: the parser holds the tokens back."""
@@ -218,6 +219,12 @@ class _Gathered:
         taken, self._waiting = self._waiting[:size], self._waiting[size:]
         finish = None if self._waiting else self._finish
         return Batch(tuple(token for token, _ in taken), finish, tuple(lp for _, told in taken for lp in told))
+
+
+def _with_null_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a delta as vLLM streams it where the reasoning is hidden: null of it, in its place among the members."""
+    before = {key: value for key, value in message.items() if key in ("role", "content")}
+    return {**before, "reasoning": None, **{key: value for key, value in message.items() if key not in before}}
 
 
 def _lost(error: Exception) -> UpstreamFailed:

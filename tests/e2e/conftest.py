@@ -1,4 +1,4 @@
-"""Everything real: Envoy, valkey, vLLM with the connector, NIXL, a decode daemon and SmolLM2, in float32.
+"""Everything real: Envoy, valkey, vLLM with the connector, NIXL, two decode daemons and SmolLM2, in float32.
 
 bfloat16 has ties that two runs of one engine break differently; in float32 both lanes must say the same, token for token.
 """
@@ -31,15 +31,27 @@ async def shared_lane(model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
         ports="auto",
         dtype="float32",
         eager=True,
+        daemons=2,
         model_dir=model_dir,
         state_dir=tmp_path_factory.mktemp("stack"),
         # Small chunks, so that prompts of a few hundred tokens are sent chunk by chunk.
         vllm_arg=["--max-num-batched-tokens", "512", "--max-num-seqs", "16"],
     )
-    async with Stack(settings) as stack, httpx.AsyncClient(base_url=stack.base_url, timeout=120.0) as client:
+    environment = {
+        # Tests stop a daemon in mid-stream; the gateway's own 30 s would make each of them wait as long.
+        "ANCHORLEG_GATEWAY_STALL_TIMEOUT_S": "3",
+        # An answer that vLLM makes because the machine was busy would say nothing about the daemon.
+        "ANCHORLEG_GATEWAY_QUEUE_TIMEOUT_S": "30",
+        # vLLM would compile small functions of its sampler with the first request.
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    async with (
+        Stack(settings, environment=environment) as stack,
+        httpx.AsyncClient(base_url=stack.base_url, timeout=120.0) as client,
+    ):
         lane = Lane(stack, settings, client)
         await lane.wait_for_slots()
-        # vLLM compiles its sampler with the first request; no test shall wait for that.
+        # The first requests pay for kernels and connections; no test shall wait for that.
         await asyncio.gather(lane.ask("hello", latency=True, max_tokens=2), lane.ask("hello", latency=False, max_tokens=2))
         yield lane
 

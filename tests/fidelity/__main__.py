@@ -13,18 +13,20 @@ from rich.console import Console
 
 from cli.display import StartDisplay
 from tests.fidelity.case import Case
-from tests.fidelity.catalogue import CASES, PARSED
+from tests.fidelity.catalogue import CASES, PARSED, REASONING
 from tests.fidelity.lanes import Outcome
 from tests.fidelity.report import show, show_draws
 from tests.fidelity.sampling import SETTINGS, Drawn, draw
-from tests.fidelity.stacks import Running, parsing_stack, stack
+from tests.fidelity.stacks import Running, parsing_stack, reasoning_stack, stack
 
 
 async def _run(only: str, draws: int, console: Console) -> bool:
     outcomes: list[Outcome] = []
     drawn: list[Drawn] = []
-    for kind, all_cases in ((stack, CASES), (parsing_stack, PARSED)):
+    for kind, all_cases in ((stack, CASES), (parsing_stack, PARSED), (reasoning_stack, REASONING)):
         cases = [case for case in all_cases if only in case.name]
+        if not cases and not (kind is stack and draws):
+            continue
         with tempfile.TemporaryDirectory(prefix="fidelity-") as folder, StartDisplay(console) as display:
             async with kind(Path(folder), report=display) as running:
                 outcomes += await _compare(running, cases, console)

@@ -49,7 +49,7 @@ def _numbers(*values: Any) -> bool:
 
 
 def _without_null_content(shape: str) -> str:
-    return shape.replace("content: null, tool_calls", "tool_calls")
+    return re.sub(r"content: null, (?=(reasoning: null, )?tool_calls)", "", shape)
 
 
 def _header(*names: str) -> Callable[[Case, str, Any, Any], bool]:

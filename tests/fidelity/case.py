@@ -28,7 +28,7 @@ class Case:
     `reason` is None where the lane serves the request, else the `x-slo-reason` with which plain vLLM does. A request for which
     vLLM has an error goes either way. `param` names the field that a client which forbids plain vLLM is told.
     Where `sampled`, the two lanes draw from their own random numbers, and all but the drawn tokens is compared.
-    `again`: another case tries the same value, on the other endpoint or in the other form.
+    `again`: other cases try the same, on the other endpoint, in the other form, or together with something else (pairwise.py).
     """
 
     name: str
@@ -71,7 +71,8 @@ def spread(
 ) -> list[Case]:
     """Return one case per entry and path, streaming or not; `alternate` takes turns, and never the same on both paths.
 
-    Of an entry's cases one is new, another one from entry to entry, and the others say it again; or `each_is_new`.
+    Of an entry's cases one is new, another one from entry to entry, and the others say it again; or `each_is_new`. None is of
+    an entry that says itself that it is `again`.
     """
     cases = []
     for row, (name, fields) in enumerate(table.items()):
@@ -81,8 +82,13 @@ def spread(
             for stream in _streams(streaming, row + column)
         ]
         new = (row // 2 if streaming == "alternate" else row) % len(entry)
-        cases += [replace(case, again=not each_is_new and index != new) for index, case in enumerate(entry)]
+        cases += [replace(case, again=case.again or (not each_is_new and index != new)) for index, case in enumerate(entry)]
     return cases
+
+
+def brief(table: Mapping[str, Fields], tokens: int = 3) -> dict[str, Fields]:
+    """Return the same entries for short answers, unless they say how long theirs are: what they try shows at once, or never."""
+    return {name: {"max_tokens": tokens, **fields} for name, fields in table.items()}
 
 
 def _streams(streaming: Streaming, turn: int) -> Iterator[dict[str, bool]]:
@@ -92,7 +98,7 @@ def _streams(streaming: Streaming, turn: int) -> Iterator[dict[str, bool]]:
         yield {"stream": True}
 
 
-_OPTIONS = ("reason", "param", "sampled", "error", "headers", "lane_headers")
+_OPTIONS = ("reason", "param", "sampled", "error", "headers", "lane_headers", "again")
 
 
 def _case(name: str, path: Path, fields: dict[str, Any]) -> Case:

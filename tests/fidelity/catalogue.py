@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fidelity import defaults, endpoints, fields, odd, pairwise, parsed_cases
+from tests.fidelity import defaults, endpoints, fields, odd, pairwise, parsed_cases, reasoning_cases
 from tests.fidelity.case import Case
 
 CASES: tuple[Case, ...] = (*fields.cases(), *endpoints.cases(), *odd.cases(), *pairwise.cases())
@@ -18,6 +18,11 @@ PARSED: tuple[Case, ...] = (
     *(replace(case, body={**case.fields, "repetition_penalty": 1.0, "cache_salt": case.name}) for case in parsed_cases.cases()),
 )
 """For a stack whose vLLM parses tool calls, and a model with generation defaults."""
+
+REASONING: tuple[Case, ...] = tuple(
+    replace(case, body={**case.fields, "cache_salt": case.name}) for case in reasoning_cases.cases()
+)
+"""For a stack whose vLLM parses reasoning and tool calls."""
 
 
 def new(cases: Iterable[Case]) -> list[Case]:

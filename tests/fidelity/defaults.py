@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.fidelity.case import ABSENT, Case, Fields, spread
+from tests.fidelity.case import ABSENT, Case, Fields, Path, spread
 from tests.fidelity.fields import END, ENDOFTEXT, PARIS
 
 DEFAULTS: dict[str, Any] = {
@@ -40,7 +40,11 @@ _TABLE: dict[str, Fields] = {
     "a choice": {**_OPEN, "structured_outputs": {"choice": ["London", "Paris"]}},
 }
 
+# A9: the prompt is another one each time it is rendered, and tokens after it can only be those of the one that was prefilled.
+_CLOCK: dict[str, Any] = {"chat_template_kwargs": {"clock": True}, "allowed_token_ids": [PARIS], "max_tokens": 4}
+
 
 def cases() -> list[Case]:
     """Return the cases."""
-    return spread({f"defaults: {name}": fields for name, fields in _TABLE.items()})
+    table = spread({f"defaults: {name}": fields for name, fields in _TABLE.items()})
+    return [*table, *spread({"a template that reads the clock": _CLOCK}, paths=(Path.CHAT,), streaming="both")]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from tests.fidelity.case import ABSENT, CAPITAL, MODEL, STORY, Case, Fields, Path, chat, spread, text
+from tests.fidelity.case import ABSENT, CAPITAL, MODEL, STORY, Case, Fields, Path, brief, chat, spread, text
 from tests.fidelity.fields import PARIS
 
 _TOOLS = [
@@ -143,7 +143,7 @@ _LEFT: dict[str, Fields] = {
 
 
 def _left() -> Iterator[Case]:
-    for case in spread(_LEFT):
+    for case in spread(brief(_LEFT, 4)):
         if "logprob_token_ids" in case.fields:
             wanted = True if case.path == Path.CHAT else 2
             yield replace(case, body={**case.fields, "logprobs": wanted})
@@ -190,18 +190,18 @@ def _other_paths() -> Iterator[Case]:
 
 def cases() -> list[Case]:
     """Return the cases of either endpoint, and those that the lane leaves to plain vLLM."""
-    messages = {f"messages: {name}": {"messages": value} for name, value in _MESSAGES.items()}
-    prompts = {f"prompt: {name}": {"prompt": value, "max_tokens": 8} for name, value in _PROMPTS.items()}
+    messages = {f"messages: {name}": {"messages": value, "max_tokens": 6} for name, value in _MESSAGES.items()}
+    prompts = {f"prompt: {name}": {"prompt": value, "max_tokens": 6} for name, value in _PROMPTS.items()}
     continued: dict[str, Any] = {
         "messages": [_ASKED, {"role": "assistant", "content": "The capital"}],
         "continue_final_message": True,
     }
     return [
         *spread(messages, paths=(Path.CHAT,)),
-        *spread(_CHAT, paths=(Path.CHAT,)),
+        *spread(brief(_CHAT, 4), paths=(Path.CHAT,)),
         chat("chat: a message continued", **continued, add_generation_prompt=False),
         *spread(prompts, paths=(Path.COMPLETIONS,)),
-        *spread(_TEXT, paths=(Path.COMPLETIONS,)),
+        *spread(brief(_TEXT, 4), paths=(Path.COMPLETIONS,)),
         *_left(),
         *_other_paths(),
     ]

@@ -26,10 +26,10 @@ def parting(plain: Any, lane: Any) -> NearTie | None:
     """Return the near tie at which two answers part.
 
     Expects answers with `token_ids` and with logprobs whose tokens are "token_id:7". None if they do not part, or part for
-    another reason.
+    another reason, or do not tell their tokens: those of hidden reasoning are hidden, too.
     """
     one, other = plain["choices"][0], lane["choices"][0]
-    pairs = zip(count(), one["token_ids"], other["token_ids"], strict=False)
+    pairs = zip(count(), one["token_ids"] or (), other["token_ids"] or (), strict=False)
     position, mine, yours = next((pair for pair in pairs if pair[1] != pair[2]), (-1, -1, -1))
     if position < 0:
         return None

@@ -53,17 +53,23 @@ _EMOJI = _turns(("Reply with 🙂🙃 and 日本語", "🙂🙃 日本語 🙂�
 
 SERVED: dict[str, Fields] = {
     "a tool is called": {**_CALLING, "tools": [_WEATHER], "max_tokens": 80},
-    "a tool is called, auto said": {**_CALLING, "tools": [_WEATHER], "tool_choice": "auto", "max_tokens": ABSENT},
+    "a tool is called, auto said": {
+        **_CALLING,
+        "tools": [_WEATHER],
+        "tool_choice": "auto",
+        "max_tokens": ABSENT,
+        "again": True,
+    },
     "a strict tool is called": {**_CALLING, "tools": _STRICT, "max_tokens": 80},
     "two calls after some text": {**_CALLING_TWICE, "tools": [_WEATHER], "max_tokens": 120},
     "one of two calls": {**_CALLING_TWICE, "tools": [_WEATHER], "parallel_tool_calls": False, "max_tokens": 120},
     "a call cut off in its arguments": {**_CALLING, "tools": [_WEATHER], "max_tokens": 25},
-    "a call cut off before its name": {**_CALLING, "tools": [_WEATHER], "max_tokens": 8},
-    "a call, with token ids": {**_CALLING, "tools": [_WEATHER], "max_tokens": 80, "return_token_ids": True},
+    "a call cut off before its name": {**_CALLING, "tools": [_WEATHER], "tool_choice": "auto", "max_tokens": 8},
+    "a call, with token ids": {**_CALLING, "tools": [_WEATHER], "max_tokens": 80, "return_token_ids": True, "again": True},
     "no call": {**_TALKING, "tools": [_WEATHER, _TIME], "max_tokens": 20},
     "no call, to the end": {**_turns(question="Say hi."), "tools": [_WEATHER], "max_tokens": 80},
     "no call, characters of many tokens": {**_EMOJI, "tools": [_WEATHER], "max_tokens": 40},
-    "tools that must not be called": {**_CALLING, "tools": [_WEATHER], "tool_choice": "none", "max_tokens": 60},
+    "tools that must not be called": {**_CALLING, "tools": [_WEATHER], "tool_choice": "none", "max_tokens": 30},
     "required": {**_TALKING, "tools": _STRICT, "tool_choice": "required", "max_tokens": 80},
     "required, not strict": {**_TALKING, "tools": [_TIME], "tool_choice": "required", "max_tokens": 40},
     "required, cut off": {**_TALKING, "tools": _STRICT, "tool_choice": "required", "max_tokens": 30},
@@ -77,15 +83,22 @@ SERVED: dict[str, Fields] = {
 """The lane's, streaming and not."""
 
 COUNTED: dict[str, Fields] = {
-    "a call, usage in every chunk": {**_CALLING, **_USAGE, "tools": [_WEATHER], "max_tokens": 80},
+    "a call, usage in every chunk": {**_CALLING, **_USAGE, "tools": [_WEATHER], "max_tokens": 80, "again": True},
     "a call, usage and token ids": {
-        **_CALLING_TWICE,
+        **_CALLING,
         **_USAGE,
         "tools": [_WEATHER],
         "return_token_ids": True,
-        "max_tokens": 120,
+        "max_tokens": 60,
     },
-    "required, usage in every chunk": {**_TALKING, **_USAGE, "tools": _STRICT, "tool_choice": "required", "max_tokens": 80},
+    "required, usage in every chunk": {
+        **_TALKING,
+        **_USAGE,
+        "tools": _STRICT,
+        "tool_choice": "required",
+        "max_tokens": 80,
+        "again": True,
+    },
 }
 """The lane's, streaming."""
 

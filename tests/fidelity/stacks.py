@@ -17,18 +17,20 @@ from tests.fidelity.case import chat, text
 from tests.fidelity.defaults import DEFAULTS
 from tests.fidelity.lanes import BothLanes
 from tests.fidelity.odd import CONTEXT_TOKENS
-from tests.kit.e2e import Lane
-from tests.kit.lane import until
+from tests.fidelity.reasoning_cases import MARKERS
+from tests.kit.e2e import Lane, quiet
 
 _MODEL = Path(__file__).parents[2] / ".anchorleg" / "models" / MODEL_NAME
 _VLLM = ["--max-num-batched-tokens", "512", "--max-num-seqs", "16", "--enable-prompt-tokens-details"]
 _PARSING = ["--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-_SLOTS = 4
+_REASONING = ["--reasoning-parser", "deepseek_r1"]
+_TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
+_CLOCK = "{% if clock %}{{ strftime_now('%f') }}{% endif %}"  # six digits, so six tokens
 _ENVIRONMENT = {
     # vLLM would compile two small functions of its sampler, for 20 s, at the first request for logprobs.
     "TORCH_COMPILE_DISABLE": "1",
     # More requests land while one is decoded: vLLM then prefills several at once.
-    "ANCHORLEG_DAEMON_SLOTS": str(_SLOTS),
+    "ANCHORLEG_DAEMON_SLOTS": "4",
     # An answer that vLLM finishes because the machine was busy would say nothing about the daemon.
     **{f"ANCHORLEG_GATEWAY_{name}_TIMEOUT_S": "120" for name in ("QUEUE", "STALL", "LANDING", "RESUME")},
     "ANCHORLEG_GATEWAY_RESERVE_TIMEOUT_S": "20",
@@ -58,13 +60,7 @@ class Running:
 
     async def quiet(self) -> None:
         """Wait until nothing is held anywhere: slots, leases, vLLM's requests and blocks."""
-
-        async def holds_nothing() -> bool:
-            states = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-            held = [await self.lane.metric("vllm", f"vllm:{state}") for state in states]
-            return not any(held) and await self.lane.state("free") == await self.lane.pool_free() == _SLOTS
-
-        await until(holds_nothing, "every slot is free and vLLM holds no block", 20)
+        await quiet(self.lane, 20)
 
 
 @asynccontextmanager
@@ -82,12 +78,40 @@ async def parsing_stack(folder: Path, *, report: Callable[[Progress], None] = la
         yield running
 
 
+@asynccontextmanager
+async def reasoning_stack(folder: Path, *, report: Callable[[Progress], None] = lambda _: None) -> AsyncIterator[Running]:
+    """Start a stack that parses reasoning and tool calls, with a model that has markers for thoughts."""
+    settings = _settings(folder, with_markers(_model(), folder / "model"), [*_VLLM, *_PARSING, *_REASONING])
+    parsers = dict.fromkeys(("ANCHORLEG_GATEWAY_TOOLS", "ANCHORLEG_GATEWAY_REASONING"), "derender")
+    async with _running(settings, _ENVIRONMENT | parsers, report) as running:
+        yield running
+
+
 def with_defaults(model: Path, folder: Path) -> Path:
-    """Make a folder of the same model with generation defaults, and return it."""
+    """Make a folder of the same model with generation defaults and a template that can read the clock, and return it."""
+    template = (model / _TEMPLATE).read_text() + _CLOCK
+    return _like(model, folder, {"generation_config.json": json.dumps(DEFAULTS), _TEMPLATE: template})
+
+
+def with_markers(model: Path, folder: Path) -> Path:
+    """Make a folder of the same model whose tokenizer calls some tokens what the parser looks for, and return it."""
+    tokenizer = json.loads((model / _TOKENIZER).read_text())
+    for token in tokenizer["added_tokens"]:
+        if token["content"] in MARKERS:
+            token |= {"content": MARKERS[token["content"]], "special": False}
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {MARKERS.get(token, token): index for token, index in vocabulary.items()}
+    return _like(model, folder, {_TOKENIZER: json.dumps(tokenizer)})
+
+
+def _like(model: Path, folder: Path, files: Mapping[str, str]) -> Path:
+    """Make a folder of the same model but for these files, and return it."""
     folder.mkdir(parents=True)
     for file in model.iterdir():
-        (folder / file.name).symlink_to(file)
-    (folder / "generation_config.json").write_text(json.dumps(DEFAULTS))
+        if file.name not in files:
+            (folder / file.name).symlink_to(file)
+    for name, content in files.items():
+        (folder / name).write_text(content)
     return folder
 
 

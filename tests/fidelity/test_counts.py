@@ -11,6 +11,7 @@ from tests.fidelity.stacks import Running
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 BLOCK = 128  # tokens of a block of vLLM's cache
+BYTES_PER_TOKEN = 30 * 3 * 2 * 64 * 4  # layers, heads, K and V, dimensions, float32
 LONG = " ".join(["word"] * 300)
 
 
@@ -23,6 +24,28 @@ async def test_the_prefill_leg_generates_one_token_whatever_the_limit(running: R
     answer = await running.both.lane(chat("twelve", ignore_eos=True, **limit))
     assert answer.value["usage"]["completion_tokens"] == 12
     assert await running.lane.metric("vllm", "vllm:generation_tokens_total") == before + 1
+
+
+async def test_the_prompt_is_computed_once_by_vllm_and_not_by_the_daemon(running: Running) -> None:
+    """A5: an equal answer does not tell whether the handoff was of use."""
+
+    async def counts() -> tuple[float, ...]:
+        vllm = await running.lane.metric("vllm", "vllm:prompt_tokens_total")
+        daemon = (
+            "anchorleg_decode_step_seconds_count",
+            "anchorleg_decode_tokens_total",
+            "anchorleg_handoff_received_bytes_total",
+        )
+        return (vllm, *[await running.lane.metric("decode", name) for name in daemon])
+
+    before = await counts()
+    answer = await running.both.lane(chat("long", question=LONG, cache_salt="computed once", ignore_eos=True))
+    prompt, steps, tokens, landed = (now - then for now, then in zip(await counts(), before, strict=True))
+    usage = answer.value["usage"]
+    assert (answer.lane, prompt) == ("latency", usage["prompt_tokens"])
+    # Each step adds the tokens of the answer that it gives, and nothing of the prompt.
+    assert steps <= tokens == usage["completion_tokens"] - 1
+    assert landed >= usage["prompt_tokens"] * BYTES_PER_TOKEN
 
 
 @pytest.mark.parametrize("path", Path)

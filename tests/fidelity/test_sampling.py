@@ -8,7 +8,7 @@ from tests.fidelity.stacks import Running
 pytestmark = pytest.mark.timeout(600)
 on_the_stacks_loop = pytest.mark.asyncio(loop_scope="session")
 
-DRAWS = 200
+DRAWS = 200  # `make fidelity` draws more
 LEAST = 1e-3
 
 

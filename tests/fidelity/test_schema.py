@@ -15,7 +15,7 @@ from tests.fidelity.stacks import Running
 
 pytestmark = [pytest.mark.timeout(600)]
 
-EXAMPLES = 60
+EXAMPLES = 25
 LATENCY = {"x-slo-class": "latency", "x-slo-max-wait-ms": "20000"}
 _PROMPTS: dict[Path, dict[str, Any]] = {
     Path.CHAT: {"messages": [{"role": "user", "content": CAPITAL}]},

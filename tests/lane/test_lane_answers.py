@@ -190,9 +190,12 @@ async def test_a_daemon_that_refuses_leaves_the_request_to_plain_vllm(lane: Lane
     assert answer.headers["x-slo-reason"] == "daemon_unavailable"
 
 
-async def test_a_connector_that_did_not_take_the_claim_costs_the_client_nothing(lane: LaneStack) -> None:
+async def test_a_connector_that_did_not_take_the_claim_costs_the_client_nothing_and_is_counted(lane: LaneStack) -> None:
+    """A5: a prefill leg without its parameters is never passed over in silence."""
     lane.vllm.script.hand_over = False
+    before = lane.counted("anchorleg_resumed_total", reason="no_handoff", way="whole")
     answer = await lane.post(chat())
+    assert lane.counted("anchorleg_resumed_total", reason="no_handoff", way="whole") == before + 1
     assert answer.json()["choices"][0]["message"]["content"] == "plain"
     first, replayed = lane.vllm.bodies()
     assert "kv_transfer_params" in first
