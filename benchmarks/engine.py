@@ -7,6 +7,7 @@ the rate at which the same cores read memory in the same round.
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -143,7 +144,7 @@ def speculation_measures(rig: Rig, model_dir: Path, rounds: int) -> Iterator[Mea
             for speculate in runs:
                 runs[speculate].append([rig.answer(prompt, speculate=speculate) for prompt in encoded])
         rate = {speculate: median(_tokens_per_second(run) for run in taken) for speculate, taken in runs.items()}
-        same = all(plain.ids == fast.ids for plain, fast in zip(runs[False][0], runs[True][0], strict=True))
+        same = len({tuple(answer.ids for answer in run) for taken in runs.values() for run in taken}) == 1
         tau = _per_cycle(runs[True][0])
         yield Measure(f"{kind}_tokens_per_s", rate[False], "/s", "without speculation")
         how = f"{tau:.2f} tokens a cycle; {'the same tokens' if same else 'OTHER TOKENS'}"
@@ -163,13 +164,13 @@ def _bytes(rig: Rig, context: int) -> int:
     return step_bytes(rig.model.config, context)
 
 
-_tokenizers: dict[Path, Any] = {}
-
-
 def _encoded(model_dir: Path, text: str) -> list[int]:
+    messages: list[Mapping[str, str]] = [{"role": "user", "content": text}]
+    return list(_tokenizer(model_dir).apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+@cache
+def _tokenizer(model_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = _tokenizers.setdefault(model_dir, None) or AutoTokenizer.from_pretrained(model_dir)
-    _tokenizers[model_dir] = tokenizer
-    messages: list[Mapping[str, str]] = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    return AutoTokenizer.from_pretrained(model_dir)

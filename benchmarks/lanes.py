@@ -77,11 +77,13 @@ async def _token_seconds(client: AsyncOpenAI, model: str, prompt: str, *, lane: 
     )
     if (raw.headers.get("x-slo-lane") == "latency") != lane:
         raise RuntimeError(f"the answer came down another lane than was asked: {raw.headers.get('x-slo-reason')}")
-    second, last, tokens = 0.0, 0.0, 0
+    second, last, tokens, at_second = 0.0, 0.0, 0, 0
     async for chunk in raw.parse():
         for choice in chunk.choices:
             tokens += len(getattr(choice, "token_ids", None) or ())
             last = perf_counter()
             if tokens >= 2 and not second:
                 second, at_second = last, tokens
+    if tokens == at_second:
+        raise RuntimeError(f"{tokens} tokens came at once: there is no time between them")
     return (last - second) / (tokens - at_second)

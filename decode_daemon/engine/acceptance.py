@@ -10,7 +10,7 @@ decoding" (2023), which accepts d with its probability p(d) and else draws from 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from decode_daemon.engine.protocol import EngineError, FinishReason, TokenLogprobs
+from decode_daemon.engine.protocol import FinishReason, TokenLogprobs
 from decode_daemon.engine.sampling import Choice, Sampler
 
 
@@ -36,19 +36,19 @@ class Verdict:
     logprobs: tuple[TokenLogprobs, ...]  # one for each id, when the request asks for them
     accepted: int  # ids that were drafted
     finish: FinishReason | None
-    error: EngineError | None  # what keeps the answer from going on after `ids`, of which there is at least one then
+    error: Exception | None  # what keeps the answer from going on after `ids`, of which there is at least one then
 
 
 def judge(choices: Iterable[Choice], draft: Sequence[int], position: int, sampler: Sampler, limits: Limits) -> Verdict:
     """Take tokens as long as the draft foretold them, the first one that it did not foretell included.
 
     `choices` yields, row by row as they are asked for, the tokens for `position` and on, one more than `draft` has: each is
-    chosen after `sampler` has accepted those before it. Raises EngineError when not even the first can be chosen.
+    chosen after `sampler` has accepted those before it. Raises what keeps even the first from being chosen.
     """
     ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     finish: FinishReason | None = None
-    error: EngineError | None = None
+    error: Exception | None = None
     accepted = 0
     try:
         for choice, drafted in zip(choices, (*draft, None), strict=True):
@@ -62,7 +62,7 @@ def judge(choices: Iterable[Choice], draft: Sequence[int], position: int, sample
             accepted += 1
             if finish is not None:
                 break
-    except EngineError as failure:
+    except Exception as failure:  # of whatever kind: single steps would have told the tokens before it
         if not ids:
             raise
         error = failure

@@ -54,6 +54,10 @@ class Drafter(Protocol):
         """Return up to `count` ids that may come next; called only where `source` names one."""
         ...
 
+    def end(self) -> None:
+        """The answer is over, or nobody wants the rest: keep nothing of it."""
+        ...
+
 
 class NgramDrafter:
     """Drafts what followed the last time that the sequence went as it goes now (prompt lookup).
@@ -103,6 +107,10 @@ class NgramDrafter:
         while len(found) < count:
             found.append(found[-period])
         return found
+
+    def end(self) -> None:
+        """Forget the sequence and its index."""
+        self.begin(())
 
     def _longest(self) -> tuple[int, int] | None:
         """Return the length of the longest suffix that occurred before, and where its latest occurrence ends."""

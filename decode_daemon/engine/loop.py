@@ -126,19 +126,23 @@ class LlamaEngine:
         draft = Draft()
         if speculation is not None:
             speculation.begin(ids)
-        while not cancelled():
+        try:
+            while not cancelled():
+                if speculation is not None:
+                    # A step emits one more than it verifies, and nothing may stand at the end.
+                    draft = speculation.draft(position, limits.end - position - 2)
+                verdict = self._judged((token, *draft.ids), position, sampler, limits, speculation)
+                yield Step(verdict.ids, verdict.finish, verdict.logprobs, len(draft.ids), verdict.accepted)
+                if verdict.error is not None:
+                    raise verdict.error
+                if verdict.finish is not None:
+                    return
+                if speculation is not None:
+                    speculation.saw(draft, verdict)
+                token, position = verdict.ids[-1], position + len(verdict.ids)
+        finally:
             if speculation is not None:
-                # A step emits one more than it verifies, and nothing may stand at the end.
-                draft = speculation.draft(position, limits.end - position - 2)
-            verdict = self._judged((token, *draft.ids), position, sampler, limits, speculation)
-            yield Step(verdict.ids, verdict.finish, verdict.logprobs, len(draft.ids), verdict.accepted)
-            if verdict.error is not None:
-                raise verdict.error
-            if verdict.finish is not None:
-                return
-            if speculation is not None:
-                speculation.saw(draft, verdict)
-            token, position = verdict.ids[-1], position + len(verdict.ids)
+                speculation.end()
 
     @torch.inference_mode()
     def _judged(

@@ -8,7 +8,7 @@ from operator import mul
 from decode_daemon.engine.drafts import Source
 from decode_daemon.engine.steps import StepModel
 
-# Halving or doubling one of these three changes SmolLM2's tokens per time by 2 % at most (chat, code and copies).
+# Halving or doubling one of the first three changes SmolLM2's tokens per time by 2 % at most (chat, code and copies).
 _PRIOR = 2.0  # drafts that a belief weighs as much as
 _KEPT = 15 / 16  # of the weight of a draft when the next one of its source is judged
 _CARRIED = 1 / 4  # of the weight of an answer's drafts in the next answer
@@ -30,10 +30,15 @@ class Hits:
         self._right = [0.0] * longest
 
     def judged(self, drafted: int, accepted: int) -> None:
-        """Take in one draft, the first `accepted` of whose `drafted` tokens were right."""
+        """Take in one draft, the first `accepted` of whose `drafted` tokens were right.
+
+        What is known of later tokens grows old, too: short drafts would else never find out that longer ones are right now.
+        """
+        self._reached = [weight * _KEPT for weight in self._reached]
+        self._right = [weight * _KEPT for weight in self._right]
         for nth in range(min(drafted, accepted + 1)):
-            self._reached[nth] = self._reached[nth] * _KEPT + 1
-            self._right[nth] = self._right[nth] * _KEPT + (nth < accepted)
+            self._reached[nth] += 1
+            self._right[nth] += nth < accepted
 
     def fade(self) -> None:
         """Let what was learned weigh less against what comes."""

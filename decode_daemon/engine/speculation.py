@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Literal
 
 import structlog
@@ -55,6 +56,11 @@ class Speculation:
         for drafter in self._drafters:
             drafter.begin(ids)
 
+    def end(self) -> None:
+        """Forget the last answer's tokens: an index of a long context is large."""
+        for drafter in self._drafters:
+            drafter.end()
+
     def draft(self, position: int, most: int) -> Draft:
         """Return what the step at `position` should verify beside its first row: at most `most` ids, often none."""
         best, length, best_speed = None, 0, 0.0
@@ -68,7 +74,10 @@ class Speculation:
         if best is None:
             return Draft()
         drafter, source = best
-        return Draft(tuple(drafter.draft(length)), source)
+        vocab = self._model.config.vocab_size
+        # A drafter may be a model of its own: whatever it says, a draft costs time and nothing else.
+        sound = takewhile(lambda token: 0 <= token < vocab, drafter.draft(length))
+        return Draft(tuple(islice(sound, length)), source)
 
     def took(self, width: int, position: int, seconds: float) -> None:
         """Take in how long the model's step of `width` rows took; not needed where that is not known."""

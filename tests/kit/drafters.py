@@ -39,6 +39,9 @@ class Oracle:
     def source(self) -> Source | None:
         return Source(self.name, 0.5)
 
+    def end(self) -> None:
+        """Nothing of an answer is kept but what a test asks about."""
+
     def draft(self, count: int) -> Sequence[int]:
         drafted = [*self.answer[self.seen : self.seen + count]]
         drafted += [0] * (count - len(drafted))

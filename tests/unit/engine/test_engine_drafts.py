@@ -107,3 +107,13 @@ def test_a_longer_match_is_believed_more() -> None:
         assert source.name == f"ngram-{length}"
         beliefs.append(source.belief)
     assert beliefs == sorted(beliefs, reverse=True)
+
+
+def test_nothing_of_an_answer_is_kept_after_its_end() -> None:
+    drafter = NgramDrafter()
+    drafter.begin([1, 2, 3, 1, 2])
+    assert drafter.source() is not None
+    drafter.end()
+    assert drafter.source() is None
+    assert not drafter._ids
+    assert not any(drafter._ends.values())

@@ -140,3 +140,12 @@ def test_each_width_that_fits_the_context_is_measured(
     seconds = measure(engine._model)
     assert len(seconds) == widths
     assert all(0 < took < 10 for took in seconds)
+
+
+def test_longer_drafts_are_tried_again_once_a_source_has_become_right() -> None:
+    made = taught([1.0, 1.2, 1.4, 1.5, 1.7, 1.85, 2.0, 2.2], drafted=7, accepted=1)
+    assert made.length(SOURCE, 100, 7)[0] <= 2
+    for _ in range(40):
+        length, _ = made.length(SOURCE, 100, 7)
+        made.judged(SOURCE, length, length)
+    assert made.length(SOURCE, 100, 7)[0] == 7
