@@ -4,13 +4,12 @@ What can be refused is refused before anything is written. Then every file appea
 interrupted, at whatever byte, is taken up by the next one: what is there and whole is kept.
 """
 
-import fcntl
 import json
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,11 +30,12 @@ from decode_daemon.engine.fused import (
     part_bytes,
     parts,
     read_record,
+    room,
     write_part,
 )
 from decode_daemon.engine.gguf import GgufModel
 from decode_daemon.engine.protocol import EngineError
-from decode_daemon.engine.tensorfile import PARTIAL, replacing
+from decode_daemon.engine.tensorfile import PARTIAL, Stamps, TakenError, alone, replacing, stamps_of
 from handoff.identity import FUSED_RECORD, model_digest
 from process.errors import ProcessError
 
@@ -45,9 +45,8 @@ _COPIED = (  # configuration, tokenizer and chat template, in all their forms
     *("config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model*", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken", "chat_template*"),
 )
-_TEMPORARY = ".anchorleg-tokenizer-"
+_PARTS = "fused-*.safetensors"
 _MARGIN_BYTES = 64 << 20  # for tokenizer and configuration
-_LOCK_TRIES = 10  # one is lost only when another run ends just between two system calls
 
 
 class ConvertError(ProcessError):
@@ -73,6 +72,8 @@ class Source:
     config: LlamaConfig
     checkpoint: Checkpoint
     identity: str  # what `handoff.identity.model_digest` says of the folder that vLLM runs on
+    companions: Mapping[str, bytes]  # what a daemon reads beside the weights, by file name
+    stamps: Stamps  # of every file it was read from, before it was
 
     def rounded_to(self, wanted: str | None) -> str | None:
         """Return `wanted`, or None where the weights have no digits that it takes away."""
@@ -97,7 +98,8 @@ def run(wanted: Wanted, console: Console) -> None:
                 rounded_to=source.rounded_to(wanted.rounded_to),
                 complete=False,
             )
-            check_room(wanted.save_dir, source, record)
+            if not is_fused(wanted.save_dir):
+                check_room(wanted.save_dir, source, record, parts(source.config))
             wanted.save_dir.mkdir(parents=True, exist_ok=True)
             with locked(wanted.save_dir):
                 _convert(wanted, source, record, console)
@@ -123,25 +125,24 @@ def open_source(place: Path, files: ExitStack) -> Source:
     if is_fused(place):
         raise ConvertError(f"{place} is in the fused form already: a daemon takes it as --model-dir")
     if (gguf := _gguf(place)) is not None:
+        stamps = _stamps(gguf)
         model = GgufModel(gguf)
         config = parse_config(model.config, str(gguf))
         check(model, config)
-        return Source(gguf, model.config, config, model, model.identity)
+        return Source(gguf, model.config, config, model, model.identity, _of_gguf(gguf, model.config), stamps)
+    stamps = _stamps(place)
     config = LlamaConfig.read(place)
     checkpoint = SafetensorsFiles(place, safetensors_paths(place), files)
     check(checkpoint, config)
     if not (tokenizer := place / "tokenizer.json").is_file():
         raise ConvertError(f"{tokenizer} is missing, and no daemon serves a model without it: save its tokenizer there")
-    return Source(place, read_json(place / "config.json"), config, checkpoint, model_digest(place))
+    settings, companions = read_json(place / "config.json"), _companions(place)
+    return Source(place, settings, config, checkpoint, model_digest(place), companions, stamps)
 
 
-def check_room(folder: Path, source: Source, record: Record) -> None:
-    """Raise ConvertError unless what is still to be written fits the disk that `folder` is, or will be, on."""
-    wanted = _MARGIN_BYTES
-    for part in parts(source.config):
-        path, size = folder / part.file, _bytes(source, part, record)
-        if not path.is_file() or path.stat().st_size != size:
-            wanted += size
+def check_room(folder: Path, source: Source, record: Record, missing: Iterable[Part]) -> None:
+    """Raise ConvertError unless the parts `missing` fit the disk that `folder` is, or will be, on."""
+    wanted = _MARGIN_BYTES + room(folder, {part.file: _bytes(source, part, record) for part in missing})
     disk = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if (free := shutil.disk_usage(disk).free) < wanted:
         raise ConvertError(
@@ -156,26 +157,12 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises ConvertError naming the process that has it.
     """
-    path = folder / LOCK_FILE
-    for _ in range(_LOCK_TRIES):
-        with path.open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                raise ConvertError(f"{holder} converts into {folder} just now: wait for it, or choose another folder") from None
-            if not _is_at(path, file.fileno()):
-                continue  # its holder removed it while it was being opened
-            file.truncate(0)
-            file.write(f"anchorleg convert, process {os.getpid()} on {socket.gethostname()},")
-            file.flush()
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-    raise ConvertError(f"{path} is taken and given back all the time: see who converts into {folder}")
+    holder = f"anchorleg convert, process {os.getpid()} on {socket.gethostname()},"
+    try:
+        with alone(folder / LOCK_FILE, holder):
+            yield
+    except TakenError as error:
+        raise ConvertError(f"{error} converts into {folder} just now: wait for it, or choose another folder") from None
 
 
 def _convert(wanted: Wanted, source: Source, record: Record, console: Console) -> None:
@@ -189,16 +176,29 @@ def _convert(wanted: Wanted, source: Source, record: Record, console: Console) -
             if is_whole(folder, part, source.checkpoint, identity, rounded_to):
                 whole.add(part.file)
                 shown(part.file, "kept")
-        if before is None or not before.complete or len(whole) < len(made):
-            record.write(folder)
-            _copy_companions(source, folder, {part.file for part in made})
-            for part in made:
-                if part.file not in whole:
-                    write_part(folder, part, source.checkpoint, identity, rounded_to)
-                    shown(part.file, "written")
-            if source.place.is_dir() and model_digest(source.place) != identity:
+        missing = [part for part in made if part.file not in whole]
+        changed = {name for name, content in source.companions.items() if not _holds(folder / name, content)}
+        kept = {part.file for part in made} | source.companions.keys()
+        needless = [path for path in _matching(folder, *_COPIED, _PARTS) if path.name not in kept]
+        if before is None or not before.complete or missing or changed or needless:
+            check_room(folder, source, record, missing)
+            record.write(folder)  # first: it keeps daemons from what follows
+            for path in needless:
+                path.unlink()
+            for name in sorted(changed):
+                with replacing(folder / name) as file:
+                    file.write(source.companions[name])
+            for part in missing:
+                write_part(folder, part, source.checkpoint, identity, rounded_to)
+                shown(part.file, "written")
+            if not _is_unchanged(source):
+                for part in missing:  # the digest is made of samples: it need not tell these from those of the changed model
+                    (folder / part.file).unlink()
                 raise ConvertError(f"{source.place} changed while it was read: run the same command again, with --overwrite")
-            replace(record, complete=True).write(folder)
+        if config_digest(read_json(folder / "config.json")) != record.config:
+            raise ConvertError(f"{folder / 'config.json'} changed while this ran: run the same command again")
+        if read_record(folder) != (complete := replace(record, complete=True)):
+            complete.write(folder)
     console.print(f"{folder} serves a daemon as --model-dir; its identity is {identity}", highlight=False, soft_wrap=True)
 
 
@@ -230,21 +230,25 @@ def _told(record: Record) -> str:
     return f"{record.source} (identity {record.identity}{rounded})"
 
 
-def _copy_companions(source: Source, folder: Path, weights: set[str]) -> None:
-    """Copy what a daemon reads beside the weights, and remove what another model left."""
-    with ExitStack() as temporary:
-        origin = source.place
-        if not origin.is_dir():
-            origin = Path(temporary.enter_context(tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=folder)))
-            (origin / "config.json").write_text(json.dumps(source.settings, indent=2) + "\n", encoding="utf-8")
-            save_tokenizer(source.place, origin)
-        found = {path.name: path.read_bytes() for path in _matching(origin, *_COPIED)}
-    for path in _matching(folder, *_COPIED, "fused-*.safetensors"):
-        if path.name not in found and path.name not in weights:
-            path.unlink()
-    for name, content in found.items():
-        with replacing(folder / name) as file:
-            file.write(content)
+def _companions(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in _matching(folder, *_COPIED)}
+
+
+def _of_gguf(gguf: Path, settings: Mapping[str, Any]) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory(prefix="anchorleg-tokenizer-") as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        try:
+            save_tokenizer(gguf, folder)
+        except Exception as error:  # transformers raises many kinds, and tokenizers this one
+            raise ConvertError(
+                f"transformers makes no tokenizer of {gguf} ({error!r}): install a newer one, or convert a Hugging Face folder"
+            ) from error
+        return _companions(folder)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
 
 
 def _matching(folder: Path, *patterns: str) -> list[Path]:
@@ -252,12 +256,20 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
     return sorted(found)
 
 
+def _stamps(place: Path) -> Stamps:
+    paths = [place] if place.is_file() else _matching(place, *_COPIED, "*.safetensors", "*.safetensors.index.json")
+    return stamps_of(paths)
+
+
+def _is_unchanged(source: Source) -> bool:
+    same = _stamps(source.place) == source.stamps
+    return same and (source.place.is_file() or model_digest(source.place) == source.identity)
+
+
 def _remove_unfinished(folder: Path) -> None:
     """Remove what a run that was killed had begun."""
-    for path in folder.glob(PARTIAL.format("*")):
+    for path in _matching(folder, *map(PARTIAL.format, (*_COPIED, _PARTS, FUSED_RECORD))):
         path.unlink()
-    for path in folder.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(path)
 
 
 def _bytes(source: Source, part: Part, record: Record) -> int:
@@ -276,10 +288,3 @@ def _gguf(place: Path) -> Path | None:
     if len(found) > 1:
         raise ConvertError(f"{place} holds {len(found)} GGUF files: name one, such as --model-dir {found[0]}")
     return found[0]
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

@@ -100,10 +100,15 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
     """
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     pace = Pace()
+    digest = None
+    with suppress(OSError, ValueError):  # the engine, which reads the same, says better what is wrong
+        digest = model_digest(settings.model_dir)
     engine = await asyncio.to_thread(_load, settings, pace)
+    if model_digest(settings.model_dir) != digest:
+        raise ConfigError(f"the model folder {settings.model_dir} changed while it was read: start again")
     shape = engine.describe()
     generation = GenerationDefaults.read(settings.model_dir)
-    identity = ModelIdentity(settings.served_model_name, model_digest(settings.model_dir), settings.context_tokens)
+    identity = ModelIdentity(settings.served_model_name, digest, settings.context_tokens)
     card = model_card(
         model=settings.served_model_name,
         identity=identity.weights,

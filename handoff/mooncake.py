@@ -90,12 +90,14 @@ class MooncakeTransport:
         self._require_open()
         if self._engine is None:
             engine = start_engine(self._api, self._host)
-            for region in self._registered:
+            for region in tuple(self._registered):  # a slot's memory may be renewed in another thread meanwhile
                 register_region(engine, region)
             self._engine = engine
         host = f"[{self._host}]" if ":" in self._host else self._host
         address = f"{host}:{self._engine.get_rpc_port()}"
-        return msgspec.json.encode(_Metadata(self._label, address, tuple((r.address, r.length) for r in self._registered)))
+        return msgspec.json.encode(
+            _Metadata(self._label, address, tuple((r.address, r.length) for r in tuple(self._registered)))
+        )
 
     def connect(self, metadata: bytes) -> Peer:
         """See Transport. Returns at once: what is written meanwhile waits for the connection, and fails where that does."""

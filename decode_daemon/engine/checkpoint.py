@@ -13,6 +13,8 @@ from decode_daemon.engine.config import LlamaConfig, read_json
 from decode_daemon.engine.protocol import EngineError
 from decode_daemon.engine.tensorfile import DTYPES, TensorForm
 
+_INDEX = "model.safetensors.index.json"  # says which tensor is in which file
+
 # What each tensor of a step's layer is made of: the rows of these, in this order.
 _LAYER: dict[str, tuple[str, ...]] = {
     "input_norm": ("input_layernorm.weight",),
@@ -143,19 +145,30 @@ class SafetensorsFiles:
     """A `Checkpoint` of open safetensors files. Tensors are mapped: they cost memory when they are read."""
 
     def __init__(self, place: Path, paths: Iterable[Path], files: ExitStack) -> None:
-        """Open `paths`, until `files` is closed; raises EngineError naming the file that cannot be opened."""
+        """Open `paths`, until `files` is closed.
+
+        Raises EngineError naming the file that cannot be opened, or the tensor that is in two of them or not where the
+        index in `place` says.
+        """
         self.place = place
         self.forms: dict[str, TensorForm] = {}
         self._owner: dict[str, Any] = {}  # safetensors types its open files only in part
+        found: dict[str, Path] = {}
         for path in paths:
             try:
                 opened = files.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise EngineError(f"{path} cannot be opened as safetensors: {error}") from error
             for name in opened.keys():  # noqa: SIM118 (an open file is no mapping)
+                if name in found:
+                    raise EngineError(f"tensor {name} is in {found[name]} and in {path}: download the model again")
+                found[name] = path
                 part = opened.get_slice(name)
                 self.forms[name] = TensorForm(part.get_dtype(), tuple(part.get_shape()))
                 self._owner[name] = opened
+        for name, file in _weight_map(place).items():
+            if name in found and found[name] != place / file:
+                raise EngineError(f"tensor {name} is in {found[name]}, {place / _INDEX} says {file}: download the model again")
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor that `forms` names, mapped; not to be written to."""
@@ -168,16 +181,23 @@ def safetensors_paths(model_dir: Path) -> list[Path]:
 
     Raises EngineError when there is neither.
     """
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise EngineError(f"{index}: weight_map is {weight_map!r}, not an object of tensor and file names")
-        return [model_dir / name for name in sorted(set(map(str, weight_map.values())))]
+    if weight_map := _weight_map(model_dir):
+        return [model_dir / name for name in sorted(set(weight_map.values()))]
     single = model_dir / "model.safetensors"
     if single.is_file():
         return [single]
-    raise EngineError(f"{model_dir} has neither model.safetensors nor {index.name}: save the model as safetensors")
+    raise EngineError(f"{model_dir} has neither model.safetensors nor {_INDEX}: save the model as safetensors")
+
+
+def _weight_map(model_dir: Path) -> dict[str, str]:
+    """Return the file of each tensor that the index names, nothing where there is no index."""
+    index = model_dir / _INDEX
+    if not index.is_file():
+        return {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise EngineError(f"{index}: weight_map is {weight_map!r}, not an object of tensor and file names")
+    return {name: str(file) for name, file in weight_map.items()}
 
 
 def _needless(config: LlamaConfig) -> frozenset[str]:

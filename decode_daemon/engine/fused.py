@@ -1,8 +1,8 @@
 """The fused form: a model's tensors as a step multiplies with them, in files that are mapped instead of read.
 
 A folder holds `anchorleg.json`, which says of which model it is and whether it is complete, one safetensors file for each
-part of the model, and the source's configuration and tokenizer. Each part has the source's identity and the SHA-256 of its
-data in its header, so whether it is whole, and of this model, can be seen from the part alone.
+part of the model, and the source's configuration and tokenizer. Each part has the version of this form, the source's
+identity and the SHA-256 of its data in its header, so whether it is whole, and of this model, can be seen from it alone.
 """
 
 import hashlib
@@ -96,12 +96,26 @@ def layout(part: Part, checkpoint: Checkpoint, identity: str, rounded_to: str | 
     """
     forms = {name: TensorForm(_dtype(recipe, checkpoint, rounded_to), recipe.shape) for name, recipe in part.recipes.items()}
     largest_first = dict(sorted(forms.items(), key=lambda item: -item[1].bytes))
-    return Layout(largest_first, {"format": "pt", "identity": identity}, ALIGNMENT)
+    return Layout(largest_first, {"format": "pt", "version": str(VERSION), "identity": identity}, ALIGNMENT)
 
 
 def part_bytes(part: Part, checkpoint: Checkpoint, identity: str, rounded_to: str | None) -> int:
     """Return the size of the file that `write_part` writes."""
     return _signed(layout(part, checkpoint, identity, rounded_to), hashlib.sha256().hexdigest()).size
+
+
+def room(folder: Path, sizes: Mapping[str, int]) -> int:
+    """Return the bytes that writing files of `sizes`, by name, into `folder` takes of the disk at the most.
+
+    A file that replaces another is written beside it first.
+    """
+    grown, beside = 0, 0
+    for name, size in sizes.items():
+        path = folder / name
+        before = path.stat().st_size if path.is_file() else 0
+        grown += max(0, size - before)
+        beside = max(beside, size if before else 0)
+    return grown + beside
 
 
 def write_part(folder: Path, part: Part, checkpoint: Checkpoint, identity: str, rounded_to: str | None) -> None:
@@ -160,12 +174,17 @@ def open_fused(folder: Path, config: LlamaConfig, dtype: torch.dtype, files: Exi
     checkpoint = SafetensorsFiles(folder, [folder / part.file for part in made], files)
     for part in made:
         _check_part(folder, part, checkpoint, record.identity)
+    if read_record(folder) != record:  # a conversion says that it is not complete before it touches a part
+        raise EngineError(f"{folder} changed while it was opened: start again when anchorleg convert has ended")
     return checkpoint
 
 
 def _check_part(folder: Path, part: Part, checkpoint: Checkpoint, identity: str) -> None:
     path = folder / part.file
-    if (found := read_header(path)[1].get("identity")) != identity:
+    metadata = read_header(path)[1]
+    if (version := metadata.get("version")) != str(VERSION):
+        raise EngineError(f"{path}: version is {version}, this engine reads {VERSION}: {_AGAIN}")
+    if (found := metadata.get("identity")) != identity:
         raise EngineError(f"{path} is of model {found}, its folder is of {identity}: {_AGAIN}")
     for name, recipe in part.recipes.items():
         if name not in checkpoint.forms:

@@ -85,7 +85,9 @@ class GgufModel:
         self.config = llama_config(reader, str(path))
         self._architecture = str(_value(reader, "general.architecture", str(path)))
         self._stored = {
-            tensor_name(tensor.name, self._architecture): tensor for tensor in reader.tensors if tensor.name != _ROPE_FACTORS
+            tensor_name(tensor.name, self._architecture): tensor
+            for tensor in reader.tensors
+            if (tensor.name, self._architecture) != (_ROPE_FACTORS, "llama")  # those are in the config
         }
         self.forms = {
             name: TensorForm("BF16", tuple(int(size) for size in reversed(tensor.shape)))

@@ -4,6 +4,7 @@ The safetensors package writes what is in memory as a whole; a model need not be
 before its data are there. The format: https://github.com/huggingface/safetensors#format
 """
 
+import fcntl
 import json
 import math
 import os
@@ -18,7 +19,14 @@ import torch
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # those the engine reads, by safetensors' names
 
+Stamps = Mapping[str, tuple[int, int, int, int]]  # device, inode, bytes and time of change of each file, by its name
+
 _LENGTH_BYTES = 8
+_LOCK_TRIES = 10  # one is lost only when another holder ends just between two system calls
+
+
+class TakenError(Exception):
+    """Another process has the lock; the message is what it calls itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +133,42 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def alone(path: Path, holder: str) -> Iterator[None]:
+    """Hold the lock file `path`, in which `holder` says who does; the system gives it back when this process ends, however.
+
+    Raises TakenError when another process has it.
+    """
+    for _ in range(_LOCK_TRIES):
+        with path.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise TakenError(file.read().strip() or "another process") from None
+            if not _is_at(path, file.fileno()):
+                continue  # its holder removed it while it was being opened
+            file.truncate(0)
+            file.write(holder)
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+    raise TakenError("one process after another")
+
+
+def stamps_of(paths: Iterable[Path]) -> Stamps:
+    """Return what tells, when it is asked for again, whether one of `paths` was written or replaced."""
+    stats = {path.name: path.stat() for path in paths}
+    return {name: (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -24,7 +24,7 @@ from cli.convert_view import Shown
 from decode_daemon.daemon import running
 from decode_daemon.engine.checkpoint import expected_shapes
 from decode_daemon.engine.config import LlamaConfig, parse_config
-from decode_daemon.engine.fused import Record, read_record
+from decode_daemon.engine.fused import Record, read_record, room, write_part
 from decode_daemon.engine.weights import load_weights
 from handoff.decode_pb2_grpc import DecoderStub
 from handoff.identity import model_digest
@@ -262,6 +262,14 @@ def test_only_what_is_still_to_be_written_needs_room(source: Path, tmp_path: Pat
     assert fits == ["False"]
 
 
+def test_what_replaces_another_file_needs_room_beside_it(tmp_path: Path) -> None:
+    for name, size in {"smaller": 10, "same": 50, "larger": 100}.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    assert room(tmp_path, {"new": 500}) == 500
+    assert room(tmp_path, {"same": 50}) == 50
+    assert room(tmp_path, {"new": 500, "smaller": 50, "same": 50, "larger": 60}) == 500 + 40 + 60
+
+
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -280,6 +288,50 @@ def test_a_damaged_file_is_found_and_written_again(source: Path, tmp_path: Path,
     harm(target / "fused-layer-1.safetensors")
     convert(source, target)
     assert contents(target) == wanted
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda source, target: (target / "tokenizer.json").unlink(),
+        lambda source, target: (target / "config.json").write_text("{}"),
+        lambda source, target: (target / "chat_template.jinja").touch(),
+        lambda source, target: (source / "generation_config.json").write_text('{"temperature": 0.7}'),
+        lambda source, target: (source / "generation_config.json").unlink(),
+        lambda source, target: (source / "chat_template.jinja").write_text("{{ messages }}"),
+    ],
+    ids=["gone", "edited", "one too many", "changed in the source", "gone in the source", "new in the source"],
+)
+def test_what_lies_beside_the_weights_is_made_the_sources_again(
+    source: Path, tmp_path: Path, harm: Callable[[Path, Path], object]
+) -> None:
+    target, wanted = tmp_path / "fused", tmp_path / "wanted"
+    convert(source, target)
+    weights = {path: path.stat().st_ino for path in target.glob("fused-*")}
+    harm(source, target)
+    convert(source, target)
+    convert(source, wanted)
+    assert contents(target) == contents(wanted)
+    assert {path: path.stat().st_ino for path in target.glob("fused-*")} == weights
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_source_that_changes_while_it_is_read_leaves_nothing_a_daemon_takes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    def write_and_change(*arguments: Any) -> None:
+        write_part(*arguments)
+        os.utime(source / file, ns=(0, 0))
+
+    target = tmp_path / "fused"
+    monkeypatch.setattr("cli.convert.write_part", write_and_change)
+    with pytest.raises(ConvertError, match=f"{source} changed while it was read"):
+        convert(source, target)
+    assert not read_record(target).complete
+    assert list(target.glob("fused-*")) == []
+    monkeypatch.undo()
+    convert(source, target)
+    assert read_record(target).complete
 
 
 def test_another_model_does_not_take_the_folder_unless_told_to(source: Path, tmp_path: Path) -> None:
@@ -344,10 +396,15 @@ def test_a_lock_and_what_else_a_killed_run_left_are_in_nobodys_way(source: Path,
     target = tmp_path / "fused"
     target.mkdir()
     (target / LOCK_FILE).write_text("anchorleg convert, process 1 on nowhere,")
-    (target / ".anchorleg-tokenizer-x").mkdir()
     (target / ".anchorleg.json.partial").touch()
     convert(source, target)
     assert list(target.glob(".*")) == []
+    for name in ("tokenizer.json", "fused-layer-30.safetensors"):
+        (target / f".{name}.partial").touch()
+    (target / ".download.partial").touch()
+    (target / ".merges.txt.partial").mkdir()
+    convert(source, target)
+    assert {path.name for path in target.glob(".*")} == {".download.partial", ".merges.txt.partial"}
 
 
 def test_a_folder_with_files_of_others_is_left_alone(source: Path, tmp_path: Path) -> None:
@@ -402,6 +459,19 @@ def test_what_cannot_be_converted_is_refused_by_name_before_anything_is_written(
     with pytest.raises(ConvertError, match=message):
         convert(source, tmp_path / "fused")
     assert not (tmp_path / "fused").exists()
+
+
+def test_a_tensor_in_two_files_or_not_where_the_index_says_is_refused_by_name(source: Path, tmp_path: Path) -> None:
+    tensors, name = load_file(source / "model.safetensors"), "model.norm.weight"
+    save_file({name: tensors[name]}, source / "more.safetensors")
+    files = dict.fromkeys(tensors, "model.safetensors") | {"other": "more.safetensors"}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ConvertError, match=rf"{name} is in {source}/model\.safetensors and in {source}/more\.safetensors"):
+        convert(source, tmp_path / "fused")
+    save_file({"other": tensors[name]}, source / "more.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files | {name: "more.safetensors"}}))
+    with pytest.raises(ConvertError, match=rf"{name} is in {source}/model\.safetensors, .* says more\.safetensors"):
+        convert(source, tmp_path / "fused")
 
 
 def test_a_place_without_a_model_is_refused_by_name(source: Path, tmp_path: Path) -> None:

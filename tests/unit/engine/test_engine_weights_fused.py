@@ -11,6 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from cli.convert import Wanted, run
+from decode_daemon.engine.checkpoint import SafetensorsFiles
 from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.model import LlamaModel
 from decode_daemon.engine.protocol import EngineError
@@ -135,13 +136,11 @@ def test_a_record_without_an_identity_is_refused_by_name(tmp_path: Path, content
         model_digest(tmp_path)
 
 
-def drop_a_tensor(folder: Path) -> None:
-    path = folder / "fused-layer-1.safetensors"
+def save_again(path: Path, *, without: str = "", **metadata: str) -> None:
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    kept = load_file(path)
-    del kept["layers.1.down"]
-    save_file(kept, path, metadata=header["__metadata__"])
+    kept = {name: tensor for name, tensor in load_file(path).items() if name != without}
+    save_file(kept, path, metadata=header["__metadata__"] | metadata)
 
 
 def cut(path: Path) -> None:
@@ -165,9 +164,16 @@ def cut(path: Path) -> None:
         (lambda at: rewrite(at / "config.json", rms_norm_eps=1e-3), "config.json is not the one the weights were fused with"),
         (lambda at: (at / "fused-layer-1.safetensors").unlink(), "fused-layer-1.safetensors cannot be opened"),
         (lambda at: cut(at / "fused-head.safetensors"), "fused-head.safetensors cannot be opened"),
-        (drop_a_tensor, "fused-layer-1.safetensors lacks tensor layers.1.down: run"),
+        (
+            lambda at: save_again(at / "fused-layer-1.safetensors", without="layers.1.down"),
+            "fused-layer-1.safetensors lacks tensor layers.1.down: run",
+        ),
+        (
+            lambda at: save_again(at / "fused-layer-1.safetensors", version="0"),
+            "fused-layer-1.safetensors: version is 0, this engine reads 1: run",
+        ),
     ],
-    ids=["incomplete", "version", "field", "rounding", "another model", "config", "missing", "cut", "tensor"],
+    ids=["incomplete", "version", "field", "rounding", "another model", "config", "missing", "cut", "tensor", "part's version"],
 )
 def test_a_folder_that_does_not_fit_together_is_refused_by_name(
     tiny: Tiny, harm: Callable[[Path], object], message: str
@@ -176,4 +182,21 @@ def test_a_folder_that_does_not_fit_together_is_refused_by_name(
     fused = fuse(folder)
     harm(fused)
     with pytest.raises(EngineError, match=message):
+        load(fused)
+
+
+@pytest.mark.parametrize("fields", [{"complete": False}, {"identity": "f" * 16}])
+def test_a_folder_that_is_converted_while_it_is_opened_is_refused(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    folder, _ = tiny()
+    fused = fuse(folder)
+
+    def opened(*arguments: Any) -> SafetensorsFiles:
+        found = SafetensorsFiles(*arguments)
+        rewrite(fused / "anchorleg.json", **fields)
+        return found
+
+    monkeypatch.setattr("decode_daemon.engine.fused.SafetensorsFiles", opened)
+    with pytest.raises(EngineError, match=f"{fused} changed while it was opened"):
         load(fused)

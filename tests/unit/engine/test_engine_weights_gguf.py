@@ -179,6 +179,28 @@ def test_what_the_engine_does_not_compute_is_refused_by_name_before_anything_is_
     assert not (tmp_path / "fused").exists()
 
 
+def test_factors_of_rope_outside_llama_are_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
+    _, reference = tiny("Qwen2", **SIZES)
+    gguf = write_gguf(tmp_path / "tiny.gguf", reference, more=rope_factors)
+    with pytest.raises(ModelError, match=r"a qwen2 model has no tensor rope_freqs\.weight"):
+        GgufModel(gguf)
+
+
+@pytest.mark.parametrize("error", [Exception("merges"), KeyError("model"), ImportError("sentencepiece"), OSError("gone")])
+def test_a_tokenizer_that_cannot_be_made_is_told_before_anything_is_written(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(gguf: Path, directory: Path) -> None:
+        raise error
+
+    _, reference = tiny(**SIZES)
+    gguf = write_gguf(tmp_path / "tiny.gguf", reference)
+    monkeypatch.setattr("cli.convert.save_tokenizer", fails)
+    with pytest.raises(ConvertError, match=rf"no tokenizer of {gguf} \({type(error).__name__}.*convert a Hugging Face folder"):
+        run(Wanted(model_dir=gguf, save_dir=tmp_path / "fused"), Console(quiet=True))
+    assert not (tmp_path / "fused").exists()
+
+
 def test_a_scaling_of_rope_that_is_not_known_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
     def longrope(writer: GGUFWriter) -> None:
         writer.add_string("llama.rope.scaling.type", "longrope")
