@@ -75,11 +75,7 @@ class Occupancy:
 
         Raises SlotRefused. Unless that shard, or another engine's, is being written already, the handoff has failed then.
         """
-        for other in self.writers.values():
-            if other.engine != writer.engine:
-                raise SlotRefused("replayed", f"another vLLM ({other.engine}) has already begun handoff {self.handoff_id}")
-        if writer.shard in self.writers:
-            raise SlotRefused("replayed", f"shard {writer.shard} has already begun handoff {self.handoff_id}")
+        self.expects(writer)
         try:
             self._check(writer, room)
         except SlotRefused as refusal:
@@ -88,6 +84,14 @@ class Occupancy:
         self.writers[writer.shard] = writer
         self.started = self.started or now
         return writer.shard * writer.length
+
+    def expects(self, writer: Writer) -> None:
+        """Raise SlotRefused where that shard, or another engine's, is being written already."""
+        for other in self.writers.values():
+            if other.engine != writer.engine:
+                raise SlotRefused("replayed", f"another vLLM ({other.engine}) has already begun handoff {self.handoff_id}")
+        if writer.shard in self.writers:
+            raise SlotRefused("replayed", f"shard {writer.shard} has already begun handoff {self.handoff_id}")
 
     def arrived(self, identity: bytes, message: Sent, now: float) -> None:
         """One shard's writes are done; raises SlotRefused for what no accepted writer can say."""
@@ -117,11 +121,15 @@ class Occupancy:
                 writer.active = False
 
     def lose(self, identity: bytes) -> None:
-        """This writer's connection is gone: what it has not said it never will, and its last bytes may be on their way."""
+        """This writer's connection is gone: what it has not said it never will, and its last bytes may be on their way.
+
+        One that has said Sent has nothing more to say.
+        """
         for writer in self.writers.values():
             if writer.identity == identity:
                 writer.lost = True
-                self.fail(f"the connection to the vLLM rank that writes shard {writer.shard} is gone")
+                if writer.sent is None:
+                    self.fail(f"the connection to the vLLM rank that writes shard {writer.shard} is gone")
 
     def _check(self, writer: Writer, room: int) -> None:
         for other in self.writers.values():

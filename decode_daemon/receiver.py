@@ -41,6 +41,7 @@ __all__ = ["Expectation", "Receiver"]
 log = structlog.get_logger(__name__)
 
 _MAX_CONNECTORS = 4096
+_MAX_LAYOUTS = 64
 # How soon it is found out that a writer has died. Its process's end closes the connection at once, its host's end is noticed
 # by ZeroMQ's own heartbeat; a connection that was only interrupted is back within two looks.
 _LOOK_S = 1.0
@@ -77,6 +78,8 @@ class Receiver:
         self._transport = transport
         self._slots: list[LandingSlot] = []
         self._connectors: OrderedDict[bytes, _Connector] = OrderedDict()
+        self._layouts: dict[KVLayout, KVLayout] = {}  # by itself: connectors of one layout share one object
+        self._missed: set[bytes] = set()  # writers that could not be reached since the last look
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -132,22 +135,32 @@ class Receiver:
     async def _reply(self) -> None:
         while True:
             identity, message = await self._replies.get()
-            if not await self._delivered(identity, message) and isinstance(message, Cancel):
-                self._lost(identity)  # nobody will answer Stopped
+            try:
+                if not await self._delivered(identity, message) and isinstance(message, Cancel):
+                    self._missed.add(identity)  # if the next look does not reach it either, nobody will answer Stopped
+            except Exception:
+                log.exception("a message was not sent; others go on", lost=type(message).__name__)
 
     async def _watch(self) -> None:
         """Find out which writers of handoffs under way are gone: nobody waits for the landing timeout to learn it."""
-        missed: set[bytes] = set()
         while True:
             await asyncio.sleep(_LOOK_S)
-            gone: set[bytes] = set()
-            for held in [held for slot in self._slots if (held := slot.watched)]:
-                for writer in list(held.writers.values()):
-                    if not await self._delivered(writer.identity, Waiting(held.handoff_id, held.epoch)):
-                        gone.add(writer.identity)
-            for identity in gone & missed:
-                self._lost(identity)
-            missed = gone
+            try:
+                await self._look()
+            except Exception:
+                log.exception("looking after the writers failed; it goes on")
+
+    async def _look(self) -> None:
+        missed, self._missed = self._missed, set()
+        gone: set[bytes] = set()
+        for held in [held for slot in self._slots if (held := slot.watched)]:
+            # One that has said Sent or Stopped owes nothing, and may go.
+            for identity in [writer.identity for writer in held.writers.values() if writer.active and not writer.lost]:
+                if not await self._delivered(identity, Waiting(held.handoff_id, held.epoch)):
+                    gone.add(identity)
+        for identity in gone & missed:
+            self._lost(identity)
+        self._missed |= gone
 
     async def _delivered(self, identity: bytes, message: ToConnector) -> bool:
         """Send; returns False where the connector is not connected. Never waits: one that reads nothing delays nobody."""
@@ -192,7 +205,11 @@ class Receiver:
             log.error("connector refused: its KV cache is of no use here", reason=refused.describe())
             self.send(identity, refused)
             return
-        self._connectors[identity] = _Connector(hello.engine_id, hello.shard, hello.shards, hello.layout, self._generation())
+        layout = self._layouts.setdefault(hello.layout, hello.layout)
+        if len(self._layouts) > _MAX_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        # The generation is read before the metadata: memory that is renewed in between costs another Hello, and no more.
+        self._connectors[identity] = _Connector(hello.engine_id, hello.shard, hello.shards, layout, self._generation())
         self._connectors.move_to_end(identity)
         while len(self._connectors) > _MAX_CONNECTORS:
             self._connectors.popitem(last=False)
@@ -210,10 +227,11 @@ class Receiver:
         try:
             claim = self._signed(begin.claim)
             slot = self._slot(claim)
-            self._unexpired(begin.claim, slot)
             writer = Writer(
                 identity, connector.shard, connector.shards, connector.layout, begin.tokens, engine=connector.engine
             )
+            slot.expects(writer, claim.handoff_id, claim.epoch)  # first: a replay must not end what began in time
+            self._unexpired(begin.claim, slot)
             address, length = slot.begin(writer, claim.handoff_id, claim.epoch, time.monotonic())
         except (SlotRefused, ClaimError) as error:
             log.warning("writer refused", handoff=handoff_id, reason=str(error))

@@ -35,6 +35,10 @@ class ReaderGone(Exception):  # noqa: N818 - not a fault of ours
         self.outcome = outcome
 
 
+class NothingLanded(Exception):  # noqa: N818 - as above
+    """The KV cache is not there in time."""
+
+
 class DecodeService(DecoderServicer):
     """Serves one pool of slots with one engine."""
 
@@ -88,7 +92,8 @@ class DecodeService(DecoderServicer):
             slot, held = self._reserve(request)
         except SlotRefused as refusal:
             self._metrics.requests.labels("refused").inc()
-            await self._fail(context, refusal.code, str(refusal))
+            with suppress(ReaderGone):
+                await self._fail(context, refusal.code, str(refusal))
             return
         outcome, message = "cancelled", ""
         held.owed = min(request.max_tokens or self._card.context_tokens, self._card.context_tokens)
@@ -114,6 +119,8 @@ class DecodeService(DecoderServicer):
     def cut(self) -> None:
         """End whatever is still served with an error on which the gateway resumes elsewhere, and refuse what comes."""
         self._cut = True
+        for slot in self._slots:
+            slot.retire()
         if self._limits:
             log.warning("streams cut: the drain has lasted its time; gateways resume them on vLLM", streams=len(self._limits))
         now = asyncio.get_running_loop().time()
@@ -147,10 +154,8 @@ class DecodeService(DecoderServicer):
                     await self._serve(request, slot, held, context)
                 finally:
                     self._limits.discard(limit)
-        except TimeoutError:
-            if limit.expired():
-                return "draining", "this daemon has shut down before the answer was whole"
-            return "timeout", f"no KV cache landed within {self._landing_timeout:g} s"
+        except NothingLanded as late:
+            return "timeout", str(late)
         except ReaderGone as gone:
             log.info("reader gone", handoff=request.handoff_id, reason=str(gone))
             return gone.outcome, ""
@@ -163,6 +168,8 @@ class DecodeService(DecoderServicer):
             log.error("decode failed", handoff=request.handoff_id, error=str(error))
             return "engine_failed", str(error)
         except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return "draining", "this daemon has shut down before the answer was whole"
             log.exception("decode failed", handoff=request.handoff_id)
             return "internal_error", f"{type(error).__name__}: {error}"
         return "finished", ""
@@ -201,12 +208,17 @@ class DecodeService(DecoderServicer):
         return await self._grammars.constraint(grammar, ending)
 
     async def _landing(self, held: Occupancy, compiling: "asyncio.Task[Constraint | None]") -> Landed:
-        """Wait for the KV cache. Raises TimeoutError, HandoffFailed, or GrammarFailed as soon as one of them is known."""
-        async with asyncio.timeout(self._landing_timeout):
-            await asyncio.wait((held.landed, compiling), return_when=asyncio.FIRST_COMPLETED)
-            if compiling.done() and not held.landed.done():
-                compiling.result()
-            return await asyncio.shield(held.landed)
+        """Wait for the KV cache. Raises NothingLanded, HandoffFailed, or GrammarFailed as soon as one of them is known."""
+        try:
+            async with asyncio.timeout(self._landing_timeout) as limit:
+                await asyncio.wait((held.landed, compiling), return_when=asyncio.FIRST_COMPLETED)
+                if compiling.done() and not held.landed.done():
+                    compiling.result()
+                return await asyncio.shield(held.landed)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise NothingLanded(f"no KV cache landed within {self._landing_timeout:g} s") from None
 
     async def _compiled(self, compiling: "asyncio.Task[Constraint | None]") -> Constraint | None:
         """Wait for the grammar of an answer that could go on."""

@@ -8,12 +8,18 @@ import asyncio
 from collections.abc import Callable
 from enum import StrEnum
 
+import structlog
+
 from decode_daemon.memory import LandingMemory
 from decode_daemon.occupancy import HandoffFailed, Landed, Occupancy, SlotRefused, Writer
 from handoff.messages import Cancel, Final, Sent, ToConnector
 from leases.records import MAX_EPOCH
 
 __all__ = ["HandoffFailed", "Landed", "LandingSlot", "Occupancy", "Send", "SlotRefused", "SlotState", "Writer"]
+
+log = structlog.get_logger(__name__)
+
+_RENEW_AGAIN_S = 5.0  # after memory could not be replaced: rare enough for the log, soon enough for the slot
 
 
 class SlotState(StrEnum):
@@ -42,6 +48,8 @@ class LandingSlot:
         self._draining: Occupancy | None = None
         self._drained = asyncio.Event()
         self._drained.set()
+        self._renewal: asyncio.Task[None] | None = None
+        self._retired = asyncio.Event()
 
     @property
     def floor(self) -> int:
@@ -110,6 +118,10 @@ class LandingSlot:
         self._held = Occupancy(handoff_id, epoch, asyncio.get_running_loop().create_future())
         return self._held
 
+    def expects(self, writer: Writer, handoff_id: str, epoch: int) -> None:
+        """Raise SlotRefused unless this rank's shard is one that the handoff still waits for."""
+        self._expect(handoff_id, epoch).expects(writer)
+
     def begin(self, writer: Writer, handoff_id: str, epoch: int, now: float) -> tuple[int, int]:
         """Let a rank write; returns (address, length) of its shard's part of the memory. Raises SlotRefused."""
         offset = self._expect(handoff_id, epoch).admit(writer, self.memory.length, now)
@@ -151,7 +163,10 @@ class LandingSlot:
             self._check_drained()
 
     async def release(self, occupancy: Occupancy, reason: str, grace: float) -> None:
-        """End a lease's use: tell its writers, wait until they are gone, make the memory safe. Idempotent."""
+        """End a lease's use: tell its writers, wait until they are gone, make the memory safe. Idempotent.
+
+        Cancelled, it no longer waits for the writers; what then has to be done to the memory is done all the same.
+        """
         if self._held is not occupancy:
             return
         self._held, self._draining = None, occupancy
@@ -171,9 +186,35 @@ class LandingSlot:
         finally:
             if any(writer.active for writer in occupancy.writers.values()):
                 # Nobody says whether bytes are still on their way: they shall find no memory that is in use.
-                self.memory.renew()
-            self._draining = None
-            self._drained.set()
+                self._renewal = asyncio.create_task(self._renew())
+                await asyncio.shield(self._renewal)
+            else:
+                self._free()
+
+    def retire(self) -> None:
+        """No lease comes any more: memory that cannot be replaced is not waited for."""
+        self._retired.set()
+
+    async def _renew(self) -> None:
+        """Replace the memory, in a thread: zeroing and registering gigabytes takes seconds. Until then the slot is draining."""
+        while True:
+            try:
+                await asyncio.to_thread(self.memory.renew)
+            except Exception:
+                log.exception("no new landing memory: the slot is of no use until there is", slot=self.index)
+            else:
+                self._free()
+                return
+            try:
+                async with asyncio.timeout(_RENEW_AGAIN_S):
+                    await self._retired.wait()
+                return
+            except TimeoutError:
+                pass
+
+    def _free(self) -> None:
+        self._draining = None
+        self._drained.set()
 
     def _expect(self, handoff_id: str, epoch: int) -> Occupancy:
         held = self._held

@@ -45,6 +45,7 @@ __all__ = [
 
 _MAX_LAYERS = 4096
 _MAX_BLOCKS = 64
+_MAX_NAME = 256  # characters: a daemon keeps the layouts of all its connectors
 _ALIGNMENT = 4  # bytes: the widest element of any block, so that every layer of a landing region can be read in place
 
 
@@ -110,6 +111,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise LayoutError("layers is empty" if not self.layers else f"layers has more than {_MAX_LAYERS} entries")
         if not 1 <= len(self.blocks) <= _MAX_BLOCKS:
             raise LayoutError("blocks is empty" if not self.blocks else f"blocks has more than {_MAX_BLOCKS} entries")
+        if (longest := max(len(layer.name) for layer in self.layers)) > _MAX_NAME:
+            raise LayoutError(f"layers has a name of {longest} characters, {_MAX_NAME} at the most")
         if len({layer.name for layer in self.layers}) != len(self.layers):
             raise LayoutError("layers has a name twice")
         self._validate_references()

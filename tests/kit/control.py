@@ -17,9 +17,11 @@ TOKENS = 10
 class Voice:
     """A connector that says what a test wants, over the real socket."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, identity: bytes | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        if identity is not None:
+            self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
 
     async def __aenter__(self) -> "Voice":

@@ -63,6 +63,18 @@ def test_one_layer_that_differs_is_a_mismatch() -> None:
     assert refused == Refused("head dim", "16", "8")
 
 
+def test_a_draft_layer_beside_the_models_own_is_refused_with_both_numbers() -> None:
+    drafted = uniform([*NAMES, "draft.layer.0"], BLOCK)
+    assert EXPECTATION.mismatch(hello(layout=drafted), "nixl") == Refused("layers", "4", "3")
+
+
+def test_a_layers_name_has_a_length_that_can_be_kept() -> None:
+    longest = uniform([*NAMES[:2], "n" * 256], BLOCK)
+    assert EXPECTATION.mismatch(hello(layout=longest), "nixl") is None
+    refused = EXPECTATION.mismatch(hello(layout=uniform([*NAMES[:2], "n" * 257], BLOCK)), "nixl")
+    assert refused == Refused("layout", "layers has a name of 257 characters, 256 at the most", "one that can be read")
+
+
 def test_smaller_blocks_than_the_largest_in_use_are_taken() -> None:
     assert EXPECTATION.mismatch(hello(layout=heads(2, tokens=256)), "nixl") is None
     assert EXPECTATION.mismatch(hello(layout=heads(2, tokens=257)), "nixl") == Refused("block size", "257", "256 at the most")

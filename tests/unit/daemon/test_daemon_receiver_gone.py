@@ -5,11 +5,19 @@ import asyncio
 import msgspec
 import pytest
 
+from decode_daemon import receiver
 from decode_daemon.slots import HandoffFailed, SlotState
 from handoff.claim import ClaimKeys
-from handoff.messages import Abort, Begin, Rejected, Waiting
+from handoff.messages import Abort, Begin, Rejected, Stopped, Waiting, Welcome
 from tests.kit.control import TOKENS, Voice, begun, sent
-from tests.kit.handoff import FIRST_TOKEN, KEYS, Landing, final_of, whole
+from tests.kit.handoff import FIRST_TOKEN, KEYS, Landing, comes_true, final_of, landing, whole
+
+
+async def gone(daemon: Landing, identity: bytes) -> None:
+    """Returns once the daemon's socket knows that this connection is no more."""
+    async with asyncio.timeout(5):
+        while await daemon.receiver._delivered(identity, Waiting("", 0)):  # noqa: ASYNC110 - ZeroMQ does not tell
+            await asyncio.sleep(0.01)
 
 
 async def test_a_claim_that_expired_before_it_was_used_fails_its_handoff_at_once(daemon: Landing, worker: Voice) -> None:
@@ -18,6 +26,17 @@ async def test_a_claim_that_expired_before_it_was_used_fails_its_handoff_at_once
     assert answer == Rejected(claim.claim.handoff_id, "the claim has expired")
     with pytest.raises(HandoffFailed, match="the claim has expired"):
         await whole(held)
+
+
+async def test_a_replay_of_what_has_expired_ends_no_handoff_that_began_in_time(daemon: Landing, worker: Voice) -> None:
+    claim, held = await begun(daemon, worker)
+    late = KEYS.sign(msgspec.structs.replace(claim.claim, expires=1))
+    assert "shard 0 has already begun" in (await worker.ask(Begin(late, TOKENS))).reason  # type: ignore[union-attr]
+    async with Voice(daemon.port) as other:
+        await other.hello(engine_id="another")
+        assert "another vLLM" in (await other.ask(Begin(late, TOKENS))).reason  # type: ignore[union-attr]
+    await worker.say(sent(claim), final_of(late, TOKENS))
+    assert (await whole(held)).first_token == FIRST_TOKEN
 
 
 async def test_a_handoff_that_began_in_time_may_end_after_its_claim_has_expired(daemon: Landing, worker: Voice) -> None:
@@ -48,18 +67,60 @@ async def test_the_writers_of_a_handoff_that_is_not_whole_are_looked_after(daemo
     await whole(held)
 
 
-@pytest.mark.parametrize("said", [False, True], ids=["before its last byte", "after it"])
-async def test_a_writer_whose_connection_is_gone_fails_its_handoff_within_seconds(daemon: Landing, said: bool) -> None:
+async def test_a_writer_whose_connection_is_gone_fails_its_handoff_within_seconds(daemon: Landing) -> None:
     async with Voice(daemon.port) as voice:
         await voice.hello()
-        claim, held = await begun(daemon, voice)
-        if said:
-            await voice.say(sent(claim))
-            await voice.hushed()
+        await begun(daemon, voice)
+    (held,) = daemon.occupancies
     with pytest.raises(HandoffFailed, match="the connection to the vLLM rank that writes shard 0 is gone"):
         await whole(held, within_s=6)
     await asyncio.wait_for(daemon.slots[0].release(held, "handoff_failed", 30), 1)
-    assert (daemon.slots[0].state, daemon.slots[0].memory.generation) == (SlotState.FREE, 0 if said else 1)
+    assert (daemon.slots[0].state, daemon.slots[0].memory.generation) == (SlotState.FREE, 1)
+
+
+async def test_a_writer_that_has_said_sent_may_go(daemon: Landing) -> None:
+    async with Voice(daemon.port, b"w") as voice:
+        await voice.hello()
+        claim, held = await begun(daemon, voice)
+        await voice.say(sent(claim))
+        await voice.hushed()
+    await gone(daemon, b"w")
+    for _ in range(2):
+        await daemon.receiver._look()
+    daemon.slots[0].lost(b"w")
+    daemon.end_prefill(claim, TOKENS)
+    assert (await whole(held)).first_token == FIRST_TOKEN
+
+
+async def test_a_writer_that_a_cancel_missed_may_come_back_before_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "_LOOK_S", 60)
+    async with landing() as daemon:
+        async with Voice(daemon.port, b"w") as voice:
+            await voice.hello()
+            claim, held = await begun(daemon, voice)
+        await gone(daemon, b"w")
+        releasing = asyncio.create_task(daemon.slots[0].release(held, "the client left", 30))
+        await comes_true(lambda: daemon.receiver._missed == {b"w"})
+        async with Voice(daemon.port, b"w") as voice:
+            await voice.say(Stopped(claim.claim.handoff_id, claim.claim.epoch))
+            await asyncio.wait_for(releasing, 5)
+        assert (daemon.slots[0].state, daemon.slots[0].memory.generation) == (SlotState.FREE, 0)
+
+
+async def test_an_error_nobody_thought_of_ends_neither_the_answers_nor_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "_LOOK_S", 0.01)
+    async with landing() as daemon, Voice(daemon.port, b"w") as voice:
+        daemon.receiver.send(b"w", object())  # type: ignore[arg-type]
+        real, looks = daemon.receiver._look, []
+
+        async def look() -> None:
+            looks.append(1)
+            await real()
+            raise RuntimeError("nobody thought of this")
+
+        monkeypatch.setattr(daemon.receiver, "_look", look)
+        assert isinstance(await voice.hello(), Welcome)
+        await comes_true(lambda: len(looks) > 2)
 
 
 async def test_nobody_waits_for_a_cancelled_writer_whose_connection_is_gone(daemon: Landing) -> None:

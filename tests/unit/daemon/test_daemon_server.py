@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc.aio
 import pytest
 import torch
 
@@ -74,6 +75,16 @@ async def test_a_request_without_a_right_to_its_slot_is_refused_with_a_code(
     server.epochs = 5
     server.land()
     assert (await rest(holder))[-1].tokens.finish == pb.Tokens.LENGTH  # the holder is not disturbed
+
+
+async def test_a_refusal_that_nobody_reads_is_no_error(serve: Serve) -> None:
+    class Gone:
+        async def write(self, _: object) -> None:
+            raise grpc.aio.UsageError("the call is over")
+
+    server = await serve(ScriptedEngine(counting(1)))
+    await server.service.Decode(pb.DecodeRequest(slot=2), Gone())
+    assert server.ended("refused") == 1
 
 
 async def test_what_the_engine_owes_is_known_from_the_reservation_on_and_falls_with_each_token(serve: Serve) -> None:
@@ -188,6 +199,7 @@ async def test_a_handoff_that_fails_is_told_at_once(serve: Serve) -> None:
     [
         (EngineError("logits are not finite"), "engine_failed", "logits are not finite"),
         (RuntimeError("out of memory"), "internal_error", "RuntimeError: out of memory"),
+        (TimeoutError("some wait"), "internal_error", "TimeoutError: some wait"),  # not the landing's
     ],
 )
 async def test_an_engine_that_fails_ends_its_request_and_serves_the_next(
