@@ -4,12 +4,13 @@ import logging
 
 import zmq
 
+from connector.sockets import open_dealer
 from handoff.claim import Claim
 from handoff.messages import Abort, Final, encode
 
 logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own logger, so that its settings hold
 
-_MAX_PEERS = 1024
+_MAX_PEERS = 128  # daemons come and go, and libzmq has 1,023 sockets
 _LINGER_MS = 500
 
 
@@ -18,21 +19,21 @@ class Announcer:
 
     def __init__(self) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._sockets: dict[tuple[str, int], zmq.Socket[bytes]] = {}
+        self._sockets: dict[tuple[str, int], zmq.Socket[bytes]] = {}  # the least recently used first
 
     def connect(self, claim: Claim) -> None:
         """Open the socket ahead of the message that will need it; idempotent."""
         try:
             self._socket(claim)
-        except zmq.ZMQError as error:
-            logger.warning("daemon %s:%d cannot be addressed: %s", claim.host, claim.port, error)
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
+            logger.warning("daemon %r:%d cannot be addressed: %s", claim.host, claim.port, error)
 
     def send(self, claim: Claim, message: Final | Abort) -> None:
         """Queue a message; a daemon that is away loses it (its own deadline covers that) and delays nobody."""
         try:
             self._socket(claim).send(encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.warning("handoff %s: daemon %s:%d takes no messages: %s", claim.handoff_id, claim.host, claim.port, error)
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
+            logger.warning("handoff %s: daemon %r:%d takes no messages: %s", claim.handoff_id, claim.host, claim.port, error)
 
     def close(self) -> None:
         """Release the sockets; what was just said still gets out to daemons that are there."""
@@ -43,18 +44,10 @@ class Announcer:
 
     def _socket(self, claim: Claim) -> "zmq.Socket[bytes]":
         address = (claim.host, claim.port)
-        socket = self._sockets.get(address)
+        socket = self._sockets.pop(address, None)
         if socket is None:
-            if len(self._sockets) >= _MAX_PEERS:  # daemons come and go; the longest-known is the likeliest gone
-                self._sockets.pop(next(iter(self._sockets))).close(linger=0)
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.SNDHWM, 1000)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IPV6, 1)
-            try:
-                socket.connect(f"tcp://{claim.host}:{claim.port}")
-            except zmq.ZMQError:
-                socket.close()
-                raise
-            self._sockets[address] = socket
+            if len(self._sockets) >= _MAX_PEERS:
+                self._sockets.pop(next(iter(self._sockets))).close(linger=_LINGER_MS)
+            socket = open_dealer(self._context, address, linger_ms=_LINGER_MS)
+        self._sockets[address] = socket
         return socket

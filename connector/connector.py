@@ -78,9 +78,7 @@ class AnchorlegConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side().fence(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is ever loaded; a step that computes nothing is known by this call."""
-        if getattr(forward_context, "attn_metadata", None) is None:
-            self._worker_side().nothing_to_compute()
+        """Nothing is ever loaded."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is ever loaded."""

@@ -33,6 +33,7 @@ class Outgoing:
     prompt_tokens: int
     deadline: float | None
     hellos: int = 0
+    asked: Peer | None = None  # the daemon's transport when Begin was said: what it grants is that one's memory
     address: int | None = None
     length: int = 0
     peer: Peer | None = None

@@ -37,3 +37,4 @@ class HandoffMetadata(KVConnectorMetadata):
     chunks: list[Chunk] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)  # ended or given up, blocks held: send no more
     preempted: list[str] = field(default_factory=list)  # blocks lost with this step: fence before it runs
+    computes: bool = True  # False: vLLM takes this step only to learn which blocks are free

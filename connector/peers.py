@@ -1,14 +1,15 @@
 """The worker side's sockets to daemons, and the handshake each begins with."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
 import zmq
 
 from connector.handoffs import Outgoing
+from connector.sockets import open_dealer
 from handoff.messages import (
-    MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Abort,
     Accepted,
@@ -32,6 +33,7 @@ logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own log
 
 Address = tuple[str, int]
 _LINGER_MS = 1000  # for the last message to get out
+_MAX_LINKS = 128  # daemons come and go, and libzmq has 1,023 sockets
 _MAX_HELLOS = 2  # per handoff: a daemon that restarted asks for one more
 
 
@@ -43,11 +45,12 @@ class Link:
     peer: Peer | None = None
     greeted: bool = False  # Hello has been said
     welcome: bool = False  # and Welcome has come back: Begin may be said
+    stale: bool = False  # a write through the peer failed: connect anew once no handoff writes through it
     waiting: list[Outgoing] = field(default_factory=list)  # to begin when the daemon says Welcome
 
 
 class Peers:
-    """Owns one link per daemon, kept for as long as the daemon answers."""
+    """Owns one link per daemon, kept for as long as the daemon answers and is among the last that were used."""
 
     def __init__(
         self,
@@ -55,26 +58,35 @@ class Peers:
         transport: Transport,
         hello: Hello,
         identity: bytes,
+        poller: zmq.Poller,
     ) -> None:
         self._context = context
         self._transport = transport
         self._hello = hello
         self._identity = identity
-        self._links: dict[Address, Link] = {}
-        self._polled: set[zmq.Socket[bytes]] = set()
+        self._poller = poller  # watches exactly the open sockets
+        self._links: dict[Address, Link] = {}  # the least recently used first
         self._sockets_opened = count()
 
-    def begin(self, outgoing: Outgoing) -> None:
-        """Ask for a landing region, after the handshake where there has been none."""
-        link = self._links.get(outgoing.peer_address)
+    def begin(self, outgoing: Outgoing, live: Mapping[str, Outgoing]) -> None:
+        """Ask for a landing region, after the handshake where there has been none.
+
+        `live`: every handoff that is under way; their daemons' links are kept.
+        """
+        address = outgoing.peer_address
+        link = self._links.pop(address, None)
         if link is None:
+            self._make_room(live)
             try:
-                link = self._links[outgoing.peer_address] = Link(self._open(outgoing.peer_address))
-            except zmq.ZMQError as error:
+                link = Link(self._open(address))
+            except (zmq.ZMQError, UnicodeEncodeError) as error:
                 outgoing.withdraw(f"the daemon cannot be addressed: {error}")
                 return
+        self._links[address] = link
+        if link.welcome and _replaceable(link, live):
+            link.greeted = link.welcome = False
         if link.welcome:
-            self._send(link, Begin(outgoing.claim, outgoing.prompt_tokens))
+            self._ask(link, outgoing)
             return
         link.waiting.append(outgoing)
         self._greet(link)
@@ -85,15 +97,9 @@ class Peers:
         if link is not None:
             self._send(link, message)
 
-    def sync(self, poller: zmq.Poller) -> "list[zmq.Socket[bytes]]":
-        """Make the poller watch exactly the open sockets; return them."""
-        sockets = {link.socket for link in self._links.values()}
-        for socket in sockets - self._polled:
-            poller.register(socket, zmq.POLLIN)
-        for socket in self._polled - sockets:
-            poller.unregister(socket)
-        self._polled = sockets
-        return list(sockets)
+    def sockets(self) -> "list[zmq.Socket[bytes]]":
+        """Return the open sockets."""
+        return [link.socket for link in self._links.values()]
 
     def receive(self, socket: "zmq.Socket[bytes]", outgoing: dict[str, Outgoing]) -> None:
         """Handle every message that is waiting on a socket."""
@@ -111,41 +117,51 @@ class Peers:
     def distrust(self, address: Address, *, needed: bool) -> None:
         """The daemon did not answer, or a write to it failed: the next handoff starts with a new handshake.
 
-        The socket stays for as long as it is `needed` by another handoff, whose answer may be on its way.
+        Where another handoff `needed` it, socket and peer stay: its answer may be on its way, and so may its writes.
         """
         link = self._links.get(address)
         if link is None:
             return
-        self._forget_peer(link)
-        link.greeted = link.welcome = False
-        link.waiting = [outgoing for outgoing in link.waiting if not outgoing.ended]
-        if not needed:
-            del self._links[address]
-            link.socket.close(linger=_LINGER_MS)
+        if needed:
+            link.greeted = link.welcome = False
+            link.stale = link.peer is not None
+            link.waiting = [outgoing for outgoing in link.waiting if not outgoing.ended]
+        else:
+            self._drop(address)
 
     def close(self) -> None:
         """Close every socket."""
         for address in list(self._links):
-            self.distrust(address, needed=False)
+            self._drop(address)
+
+    def _make_room(self, live: Mapping[str, Outgoing]) -> None:
+        if len(self._links) >= _MAX_LINKS:
+            busy = {outgoing.peer_address for outgoing in live.values()}
+            unused = next((address for address in self._links if address not in busy), None)
+            if unused is not None:
+                self._drop(unused)
+
+    def _drop(self, address: Address) -> None:
+        link = self._links.pop(address)
+        self._forget_peer(link)
+        self._poller.unregister(link.socket)  # a poller does not know a socket that is closed
+        link.socket.close(linger=_LINGER_MS)
 
     def _open(self, address: Address) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(zmq.DEALER)
         # A name of its own: the daemon's answers would go to the socket before this one while that one lingers.
-        socket.setsockopt(zmq.IDENTITY, b"%s-%d" % (self._identity, next(self._sockets_opened)))
-        socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.IPV6, 1)
-        try:
-            socket.connect(f"tcp://{address[0]}:{address[1]}")
-        except zmq.ZMQError:
-            socket.close()
-            raise
+        identity = b"%s-%d" % (self._identity, next(self._sockets_opened))
+        socket = open_dealer(self._context, address, linger_ms=_LINGER_MS, identity=identity)
+        self._poller.register(socket, zmq.POLLIN)
         return socket
 
     def _greet(self, link: Link) -> None:
         if not link.greeted:
             link.greeted = True
             self._send(link, self._hello)
+
+    def _ask(self, link: Link, outgoing: Outgoing) -> None:
+        outgoing.asked = link.peer
+        self._send(link, Begin(outgoing.claim, outgoing.prompt_tokens))
 
     def _send(self, link: Link, message: Hello | Begin | Sent | Stopped | Abort) -> None:
         try:
@@ -157,7 +173,7 @@ class Peers:
         link = self._links[address]
         match message:
             case Welcome():
-                self._on_welcome(link, message)
+                self._on_welcome(link, message, outgoing)
             case Refused():
                 logger.error("daemon %s:%d cannot take this KV cache: %s", *address, message.describe())
                 self._fail_waiting(link, message.describe())
@@ -170,10 +186,12 @@ class Peers:
             case Waiting():
                 pass  # that it came is all the daemon wants
 
-    def _on_welcome(self, link: Link, message: Welcome) -> None:
+    def _on_welcome(self, link: Link, message: Welcome, outgoing: Mapping[str, Outgoing]) -> None:
         if message.protocol != PROTOCOL_VERSION:
             self._fail_waiting(link, f"the daemon speaks protocol {message.protocol}, this connector {PROTOCOL_VERSION}")
             return
+        if _replaceable(link, outgoing):
+            self._forget_peer(link)
         try:
             peer = self._transport.connect(message.agent)
         except TransportError as error:
@@ -183,14 +201,14 @@ class Peers:
             self._forget_peer(link)
         link.peer, link.welcome = peer, True
         waiting, link.waiting = link.waiting, []
-        for outgoing in waiting:
-            if not outgoing.ended:
-                self._send(link, Begin(outgoing.claim, outgoing.prompt_tokens))
+        for one in waiting:
+            if not one.ended:
+                self._ask(link, one)
 
     def _on_answer(self, link: Link, outgoing: Outgoing, message: Accepted | Rejected | Cancel) -> None:
         if isinstance(message, Accepted):
-            if link.peer is not None:
-                outgoing.accept(message.address, message.length, link.peer)
+            if outgoing.asked is not None:
+                outgoing.accept(message.address, message.length, outgoing.asked)
         elif isinstance(message, Cancel):
             outgoing.withdraw(f"cancelled by the daemon: {message.reason}", cancelled=True)
         elif message.hello and outgoing.hellos < _MAX_HELLOS:
@@ -205,7 +223,7 @@ class Peers:
 
     def _forget_peer(self, link: Link) -> None:
         if link.peer is not None:
-            peer, link.peer = link.peer, None
+            peer, link.peer, link.stale = link.peer, None, False
             try:
                 self._transport.disconnect(peer)
             except TransportError as error:
@@ -216,3 +234,8 @@ class Peers:
         link.greeted = False  # a daemon that was reconfigured gets another chance with the next handoff
         for outgoing in waiting:
             outgoing.withdraw(reason)
+
+
+def _replaceable(link: Link, live: Mapping[str, Outgoing]) -> bool:
+    """Whether the peer failed a write, and no other handoff writes through it."""
+    return link.stale and not any(outgoing.peer == link.peer for outgoing in live.values())

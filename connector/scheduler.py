@@ -81,7 +81,7 @@ class SchedulerSide:
 
     def build(self, output: "SchedulerOutput") -> HandoffMetadata:
         """Return this step's openings and chunks, and what was withdrawn since the last step."""
-        metadata = HandoffMetadata(withdrawn=self._withdrawn)
+        metadata = HandoffMetadata(withdrawn=self._withdrawn, computes=output.total_num_scheduled_tokens > 0)
         self._withdrawn = []
         if not self._tracked:
             return metadata

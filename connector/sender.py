@@ -70,9 +70,11 @@ class Sender:
         self._limits = limits
         self._counters = counters
         self._context = zmq.Context(io_threads=1)
-        self._peers = Peers(self._context, transport, hello, identity)
+        self._poller = zmq.Poller()
+        self._peers = Peers(self._context, transport, hello, identity, self._poller)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake, zmq.POLLIN)
         self._outgoing: dict[str, Outgoing] = {}
         self._quiet = threading.Condition()  # guards _settled; notified when a handoff becomes quiescent
         self._settled: set[str] = set()
@@ -124,7 +126,7 @@ class Sender:
     def wait_settled(self, request_ids: set[str], timeout: float) -> bool:
         """Wait until all ids are settled; False if that takes longer than `timeout` seconds."""
         with self._quiet:
-            return self._quiet.wait_for(lambda: request_ids <= self._settled, timeout)
+            return self._quiet.wait_for(lambda: request_ids <= self._settled or not self._thread.is_alive(), timeout)
 
     def wait_for_any(self, request_ids: set[str], timeout: float) -> None:
         """Return when one of the ids is settled, or after `timeout` seconds."""
@@ -150,26 +152,24 @@ class Sender:
         self._stop = True
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
         try:
             while not self._stop:
-                self._guard(lambda: self._turn(poller))
+                self._guard(self._turn)
         finally:
             self._peers.close()
             self._transport.close()
             self._context.term()
 
-    def _turn(self, poller: zmq.Poller) -> None:
+    def _turn(self) -> None:
         busy = any(outgoing.busy for outgoing in self._outgoing.values())
-        events = dict(poller.poll(0 if busy else self._idle_ms()))
+        events = dict(self._poller.poll(0 if busy else self._idle_ms()))
         if busy and not events:
             time.sleep(_BUSY_POLL_S)  # a transfer has no file descriptor to wait on
         if self._wake in events:
             os.eventfd_read(self._wake)
         while not self._commands.empty():
             self._guard(self._commands.get_nowait())
-        for socket in self._peers.sync(poller):
+        for socket in self._peers.sockets():
             if socket in events:
                 self._guard(lambda socket=socket: self._peers.receive(socket, self._outgoing))  # type: ignore[misc]
         for outgoing in list(self._outgoing.values()):
@@ -192,7 +192,7 @@ class Sender:
     def _on_open(self, request_id: str, claim: SignedClaim, prompt_tokens: int) -> None:
         outgoing = Outgoing(request_id, claim, prompt_tokens, deadline=time.monotonic() + self._limits.accept)
         self._outgoing[request_id] = outgoing
-        self._peers.begin(outgoing)
+        self._peers.begin(outgoing, self._outgoing)
 
     def _on_write(self, request_id: str, pending: Pending) -> None:
         outgoing = self._outgoing.get(request_id)

@@ -47,7 +47,9 @@ class WorkerSide:
         self._saved: set[int] = set()  # layers of which this step's last chunks have been handed to the sender
         self._finished: set[str] = set()  # vLLM has finished these; it waits to hear that their blocks are free
         self._opened: set[str] = set()
-        self._resting = False  # in a step without a forward
+        self._resting = False  # in a step that computes nothing
+        # Engines of a data-parallel group step together: the others may compute in a step that is empty here.
+        self._may_rest = config.parallel_config.data_parallel_size == 1
         self._stack = ExitStack()
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
@@ -95,7 +97,8 @@ class WorkerSide:
 
     def begin_step(self, metadata: HandoffMetadata) -> None:
         """Before the forward: ask daemons for landing regions, so that the answer is here when the first chunk is."""
-        self._resting = False
+        # The scheduler's word: where vLLM calls start_load_kv after the forward, its arguments look the same in every step.
+        self._resting = self._may_rest and not metadata.computes
         self._saved.clear()
         self._opened |= {opening.request_id for opening in metadata.openings}
         if not self._writes:
@@ -105,10 +108,6 @@ class WorkerSide:
             sender.withdraw(request_id)
         for opening in metadata.openings:
             sender.open(opening.request_id, opening.claim, opening.prompt_tokens)
-
-    def nothing_to_compute(self) -> None:
-        """vLLM takes this step only to learn which blocks are free."""
-        self._resting = True
 
     def fence(self, metadata: HandoffMetadata) -> None:
         """Before blocks of a preempted request are overwritten: its writes must have ended."""

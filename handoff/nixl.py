@@ -5,6 +5,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from handoff.transport import Peer, Piece, Progress, Region, Transfer, TransportError
@@ -102,6 +103,8 @@ class NixlTransport:
             )
             transfer = _NixlTransfer(self._agent, handle, peer)
             if self._agent.transfer(handle) == "ERR":
+                with suppress(TransportError):  # the refusal is what the caller must hear
+                    transfer.close()
                 raise TransportError(f"NIXL refused a write of {len(pieces)} pieces to {peer}")
         except TransportError:
             raise

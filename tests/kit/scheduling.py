@@ -64,6 +64,10 @@ class Output:
     preempted_req_ids: set[str] | None = None
     block_table_updates: dict[str, list[int]] | None = None  # of vLLM 0.30 and 0.31
 
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
 
 class Daemon:
     """A daemon's control socket that only listens, and a scheduler side that talks to it."""

@@ -46,7 +46,9 @@ def config(*, rank: int = 0, ranks: int = 1, kv_heads: int = BLOCK.kv_heads, par
         "max_model_len": MODEL.context_tokens,
     }
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=ranks, world_size=ranks, **(parallel or {})),
+        parallel_config=SimpleNamespace(
+            **{"rank": rank, "tensor_parallel_size": ranks, "world_size": ranks, "data_parallel_size": 1} | (parallel or {})
+        ),
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
         model_config=SimpleNamespace(**model | changes),
         cache_config=SimpleNamespace(block_size=BLOCK.block_tokens),

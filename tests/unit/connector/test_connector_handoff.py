@@ -118,6 +118,20 @@ async def test_one_worker_serves_one_daemon_after_another_and_back(daemon: Landi
                 await hand_over(worker, target)
 
 
+async def test_links_to_daemons_that_were_not_used_for_long_go_and_those_with_a_handoff_stay(
+    daemon: Landing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connector.peers._MAX_LINKS", 2)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as deaf, prefill(accept=30.0) as worker:
+        port = deaf.bind_to_random_port("tcp://127.0.0.1")
+        worker.open(signed(port=port), TOKENS)
+        async with landing() as other:
+            for target in (daemon, other, daemon, other):
+                await hand_over(worker, target)
+                assert list(worker.sender._peers._links) == [("127.0.0.1", port), ("127.0.0.1", target.port)]
+        assert worker.failed == []
+
+
 async def test_a_daemon_that_restarts_on_its_port_is_found_again() -> None:
     with prefill() as worker:
         async with landing() as before:
@@ -161,9 +175,10 @@ async def test_a_daemon_that_never_answers_costs_its_own_handoff_its_deadline_an
         assert not worker.sender.settled({lost})
         await worker.settled(lost, within_s=1.5)
         assert worker.failed == ["failed"]
+        await comes_true(lambda: len(worker.sender._poller.sockets) == 2)  # its socket is no longer watched
 
 
-@pytest.mark.parametrize("host", ["not a host", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", ["not a host", "no-such-host.invalid", "\ud800"])
 async def test_a_daemon_that_cannot_be_addressed_costs_nobody_else_anything(daemon: Landing, host: str) -> None:
     with prefill(accept=0.5) as worker:
         lost = worker.open(signed(host=host), TOKENS)

@@ -1,6 +1,7 @@
 """Handoffs that go wrong: cancelled, stuck, broken, withdrawn. The next one must find everything as it was."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 
 from decode_daemon.slots import HandoffFailed, SlotRefused, SlotState
 from handoff.claim import SignedClaim
-from handoff.transport import Progress
-from tests.kit.handoff import BLOCKS, LANDING_BYTES, TOKENS, Landing, comes_true, hand_over, prefill, until, whole
+from handoff.transport import Peer, Progress
+from tests.kit.handoff import BLOCKS, LANDING_BYTES, TOKENS, Landing, comes_true, hand_over, landing, prefill, until, whole
 from tests.kit.network import HeldTransport
 
 
@@ -138,6 +139,42 @@ async def test_a_write_that_fails_on_its_way_fails_at_both_ends_at_once(daemon: 
         await hand_over(worker, daemon)
 
 
+async def test_one_handoff_that_fails_takes_no_other_to_the_same_daemon_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, ended = HeldTransport(), []
+    end = transport.disconnect
+
+    def disconnect(peer: Peer) -> None:
+        ended.append(peer)
+        end(peer)
+
+    monkeypatch.setattr(transport, "disconnect", disconnect)
+    async with landing(slots=3) as daemon:
+        with prefill(network=transport) as worker:
+            (first, lost), (second, good), (third, late) = (daemon.claim(slot) for slot in range(3))
+            failing, writing = worker.open(first, TOKENS), worker.open(second, TOKENS)
+            worker.write(writing, BLOCKS)
+            await comes_true(lambda: bool(transport.late))
+            await comes_true(lambda: worker.sender._outgoing[failing].address is not None)
+            asking = worker.open(third, TOKENS)
+            worker.write(failing, [64])  # outside the cache
+            until(lambda: worker.sender.settled({failing}) == {failing})  # before the loop lets the daemon answer the third
+            worker.write(asking, BLOCKS[::-1])
+            await comes_true(lambda: len(transport.late) == 2)
+            assert ended == []
+            transport.gate.set()
+            for claim, held in ((second, good), (third, late)):
+                daemon.end_prefill(claim)
+                await whole(held)
+            assert torch.equal(daemon.memory(1, TOKENS), worker.content(BLOCKS))
+            assert torch.equal(daemon.memory(2, TOKENS), worker.content(BLOCKS[::-1]))
+            await worker.settled(writing, asking)
+            assert worker.failed == ["failed"]
+            await daemon.slots[0].release(lost, "handoff_failed", 1.0)
+            await hand_over(worker, daemon)
+            await hand_over(worker, daemon)
+            assert len(ended) == 1  # now that nobody wrote through it
+
+
 async def test_blocks_outside_the_cache_are_never_read(daemon: Landing) -> None:
     with prefill() as worker:
         claim, held = daemon.claim()
@@ -213,6 +250,9 @@ async def test_a_closed_sender_holds_nothing_back(daemon: Landing) -> None:
         worker.sender.close()
         worker.sender.close()
         assert worker.sender.settled({request}) == {request}
+        began = time.monotonic()
+        assert worker.sender.wait_settled({request}, 5.0)
+        assert time.monotonic() - began < 1.0
         worker.write(request, BLOCKS)
         worker.sender.withdraw(request)
 

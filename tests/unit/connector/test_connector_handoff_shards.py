@@ -67,6 +67,7 @@ async def test_two_ranks_fill_one_slot_and_it_is_whole_only_with_both(pair: Land
     assert not held.landed.done()
     ranks[0].write(requests[0], BLOCKS[4:], first=4)
     landed = await whole(held)
+    await ranks[0].settled(requests[0])
     assert (landed.layout, landed.shards, landed.bytes) == (LAYOUT, SHARDS, SHARDS * LENGTH)
     memory = pair.slots[0].memory.view(landed.bytes)
     for index, rank in enumerate(ranks):

@@ -34,6 +34,14 @@ def test_a_prompt_in_one_step_goes_out_whole(daemon: Daemon) -> None:
     assert daemon.heard() == [Final(claim, prompt, FIRST, finished=False)]
 
 
+def test_the_worker_is_told_whether_the_step_computes_anything(daemon: Daemon) -> None:
+    assert not daemon.build(Output()).computes
+    assert daemon.build(Output(num_scheduled_tokens={"never-claimed": 1})).computes
+    request, _ = daemon.request(10)
+    assert daemon.step(request, 10, new=[7, 3, 5]).computes
+    assert not daemon.build(Output()).computes
+
+
 def test_only_the_end_of_a_long_prompt_goes_to_the_gateway(daemon: Daemon) -> None:
     request, _ = daemon.request(100)
     daemon.step(request, 100, new=list(range(25)))
@@ -221,7 +229,7 @@ def test_one_request_that_ends_leaves_the_others_alone(daemon: Daemon) -> None:
     assert kinds == [Abort] + [Final] * 9
 
 
-@pytest.mark.parametrize("host", ["no such host", "a/b", "", "no-such-host.invalid", "::1"])
+@pytest.mark.parametrize("host", ["no such host", "a/b", "", "no-such-host.invalid", "::1", "\ud800"])
 def test_a_daemon_that_cannot_be_addressed_harms_nobody(daemon: Daemon, host: str) -> None:
     request, _ = daemon.request(4, claim=signed(host=host, port=daemon.port))
     daemon.step(request, 4, new=[1])

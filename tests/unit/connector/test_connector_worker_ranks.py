@@ -2,10 +2,10 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,34 +164,73 @@ def test_vllm_is_told_that_full_cuda_graphs_would_hide_the_layers(monkeypatch: p
     assert AnchorlegConnector.requires_piecewise_for_cudagraph(given) is pipelined
 
 
-async def test_steps_that_compute_nothing_leave_the_machine_to_the_sender(
-    daemon: Landing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    network = HeldTransport()
+@contextmanager
+def holding(claim: SignedClaim, monkeypatch: pytest.MonkeyPatch, **parallel: int) -> Iterator[tuple[WorkerSide, list[float]]]:
+    """A worker side with a finished request whose blocks are being read, and the seconds that it asked to rest."""
+    network, rests = HeldTransport(), []
     monkeypatch.setattr("connector.worker.open_transport", lambda *_: network)
-    side = WorkerSide(config(), settings())
+    side = WorkerSide(config(parallel=parallel), settings())
     side.register(caches())
     try:
-        claim, _ = daemon.claim()
         assert not step(side, opened={"r": claim}, chunks=CHUNK, finished={"r"})
+        sender = side._require_sender()
+        wait = sender.wait_for_any
 
-        def steps(count: int, *, computing: bool) -> float:
-            began = time.monotonic()
-            for _ in range(count):
-                side.begin_step(HandoffMetadata())
-                if not computing:
-                    side.nothing_to_compute()
-                assert not side.take_finished(set())
-            return time.monotonic() - began
+        def rest(request_ids: set[str], timeout: float) -> None:
+            rests.append(timeout)
+            wait(request_ids, timeout)
 
-        resting = steps(50, computing=False)
-        assert resting >= 0.1
-        assert steps(50, computing=True) < resting / 2  # a step with work in it waits for nothing
-        network.gate.set()
-        assert await reports(side, set(), of={"r"}) == ["r"]
+        monkeypatch.setattr(sender, "wait_for_any", rest)
+        yield side, rests
     finally:
         network.gate.set()
         side.close()
+
+
+async def test_steps_that_compute_nothing_leave_the_machine_to_the_sender_and_others_wait_for_nothing(
+    daemon: Landing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with holding(daemon.claim()[0], monkeypatch) as (side, rests):
+        for computes, so_far in ((True, 0), (False, 1), (True, 1), (False, 2)):
+            side.begin_step(HandoffMetadata(computes=computes))
+            assert not side.take_finished(set())
+            assert len(rests) == so_far
+
+
+async def test_an_engine_of_a_data_parallel_group_never_holds_the_others_up(
+    daemon: Landing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with holding(daemon.claim()[0], monkeypatch, data_parallel_size=2) as (side, rests):
+        side.begin_step(HandoffMetadata(computes=False))
+        assert not side.take_finished(set())
+        assert rests == []
+
+
+async def test_in_the_order_of_vllms_second_model_runner_only_empty_steps_rest(
+    daemon: Landing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+    from connector import AnchorlegConnector
+
+    with holding(daemon.claim()[0], monkeypatch) as (side, rests):
+        connector, runner = AnchorlegConnector.__new__(AnchorlegConnector), ActiveKVConnector.__new__(ActiveKVConnector)
+        connector._worker, connector._connector_metadata = side, None
+        runner.kv_connector, runner.vllm_config, runner._disabled = connector, VllmConfig(), False
+        batch: Any = SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=1)
+        for computes in (True, False):
+            output: Any = SimpleNamespace(
+                kv_connector_metadata=HandoffMetadata(computes=computes), has_sync_kv_loads=False, finished_req_ids=set()
+            )
+            if computes:
+                runner.pre_forward(output, batch, {})
+                runner.finish_forward()
+                runner.post_forward(set())
+                assert rests == []
+            else:
+                runner.no_forward(output)
+                assert len(rests) == 1
 
 
 def test_the_senders_threads_are_not_bound_to_the_cores_that_vllm_computes_on() -> None:
