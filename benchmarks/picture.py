@@ -38,7 +38,7 @@ def draw(measures: Sequence[Measure], path: Path) -> None:
     right.set_ylabel("% of the measured read bandwidth")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="svg")
+    figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _each(values: Mapping[str, float], name: str, kinds: Sequence[str]) -> list[float]:
