@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from cli.programs import find_program
-from leases import LeaseTable
+from leases import LeasesUnavailable, LeaseTable
 from tests.kit.e2e import PROMPTS, Lane, decoding, quiet, read_stream
 from tests.kit.lane import LATENCY, until
 
@@ -96,6 +96,14 @@ class Successor:
 
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(*self._command, stdout=asyncio.subprocess.DEVNULL)
+        await until(self._answers, f"an answer of {self._command}")
+
+    async def _answers(self) -> bool:
+        try:
+            await self.table.inspect()
+        except LeasesUnavailable:
+            return False
+        return True
 
     async def stop(self) -> None:
         await self.table.aclose()
@@ -104,9 +112,9 @@ class Successor:
             await self._process.wait()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def successor(shared_lane: Lane) -> AsyncIterator[Successor]:
-    """Runs until the module's last test, and so does the lane with it: no test of another module may follow."""
+    """Runs as long as the lane does, since tests of other modules use its table after this one."""
     valkey = Successor(shared_lane)
     yield valkey
     await valkey.stop()
