@@ -18,7 +18,7 @@ from handoff.layout import AXES, KindLayout
 _TILE = 32  # tokens of one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # a prompt's length must not cost it a compilation
 def copy_heads(
     out,  # [layers, heads, tokens, dims], the dims of a token side by side
     landed,  # of the layers' blocks, in the blocks' dtype

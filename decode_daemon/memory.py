@@ -1,35 +1,44 @@
 """A landing slot's memory: registered with the transport, and replaceable when its writers cannot be trusted to be gone."""
 
-import mmap
 import threading
-from dataclasses import dataclass
 
 import structlog
 import torch
 
-from handoff.transport import Region, Transport
+from decode_daemon.buffers import Buffer, allocate
+from handoff.transport import Transport
+from handoff.transports import TransportName
 
 log = structlog.get_logger(__name__)
 
 # Slots renew their memory in threads: a transport is told of one change at a time, and one buffer at a time is filled.
 _renewing = threading.Lock()
 
+_HOST = torch.device("cpu")
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    pages: mmap.mmap
-    content: torch.Tensor  # uint8
-    region: Region
+
+def landing_device(engine: torch.device, transport: TransportName) -> torch.device:
+    """Return where KV lands for an engine whose cache is on the device `engine`: there, if the transport can write to it.
+
+    Ask before the transport is opened, in the same thread: UCX uses a GPU whose context is current in the thread it starts in.
+    """
+    if transport != "nixl":
+        return _HOST
+    if engine.type == "cuda":
+        torch.cuda.synchronize(engine)
+    return engine
 
 
 class LandingMemory:
-    """One contiguous host buffer of `length` bytes."""
+    """One contiguous buffer of `length` bytes in the memory of `device`: a GPU's, or the host's."""
 
-    def __init__(self, transport: Transport, length: int) -> None:
+    def __init__(self, transport: Transport, length: int, device: torch.device = _HOST) -> None:
+        """Allocate and register; raises OSError or TransportError."""
         self._transport = transport
+        self._device = device
         self.length = length
         self.generation = 0  # changes when the buffer does: peers must fetch the transport's metadata again
-        self._retired: list[mmap.mmap] = []
+        self._retired: list[Buffer] = []
         self._buffer = self._allocate()
 
     @property
@@ -45,26 +54,23 @@ class LandingMemory:
         """Go on with a new buffer, and withdraw the old one; for the time it takes, anybody's thread but the event loop's.
 
         Late writes fail on RDMA hardware. Other transports still land them, so the old addresses stay mapped and are never
-        used again; their pages go back to the system. Raises OSError, TransportError or whatever the transport does: the old
-        buffer is in place then, without its content, and must not be used; renew again.
+        used again; the host's pages go back to the system, a GPU's memory stays taken. Raises OSError, TransportError or
+        whatever the transport does: the old buffer is in place then, without its content, and must not be used; renew again.
         """
         with _renewing:
             old = self._buffer
-            old.pages.madvise(mmap.MADV_DONTNEED)  # first: there need not be room for both
+            old.forsake()  # first: there need not be room for both
             self._buffer = self._allocate()
             self.generation += 1  # last: whoever sees it finds the new buffer in the transport's metadata
-            self._retired.append(old.pages)
+            self._retired.append(old)
             try:
                 self._transport.unregister([old.region])
             except Exception:  # it stays registered, mapped and unused: nobody is harmed
                 log.exception("old landing memory is still registered", region=str(old.region))
-            for pages in self._retired:
-                pages.madvise(mmap.MADV_DONTNEED)
+            for buffer in self._retired:
+                buffer.forsake()
 
-    def _allocate(self) -> _Buffer:
-        pages = mmap.mmap(-1, self.length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        content = torch.frombuffer(pages, dtype=torch.uint8)
-        content.zero_()  # so that the first handoff does not pay for the pages
-        region = Region(content.data_ptr(), self.length)
-        self._transport.register([region])
-        return _Buffer(pages, content, region)
+    def _allocate(self) -> Buffer:
+        buffer = allocate(self.length, self._device)
+        self._transport.register([buffer.region])
+        return buffer

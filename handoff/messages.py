@@ -12,8 +12,8 @@ import msgspec
 from handoff.claim import SignedClaim
 from handoff.layout import KVLayout
 
-# 1: one rank. 2: shards of several ranks, layouts of several kinds of block, Waiting.
-PROTOCOL_VERSION = 2
+# 1: one rank. 2: shards of several ranks, layouts of several kinds of block, Waiting. 3: landing memory on GPUs.
+PROTOCOL_VERSION = 3
 
 MAX_MESSAGE_BYTES = 16 << 20  # a Final with a million prompt tokens is 4 MB
 

@@ -1,5 +1,6 @@
 """NIXL: one-sided writes by UCX, over whatever reaches the peer."""
 
+import ctypes
 import logging
 import threading
 import time
@@ -8,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from handoff.transport import Peer, Piece, Progress, Region, Transfer, TransportError
 
 logger = logging.getLogger(__name__)
@@ -15,6 +18,13 @@ logger = logging.getLogger(__name__)
 _HOT_PERIOD_S = 0.0002
 _HOT_S = 1.0  # after a nudge
 _IDLE_PERIOD_S = 0.05
+
+
+class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a peer must know: NIXL's own word of this agent, and which of its memory lies on a GPU, which NIXL does not tell."""
+
+    agent: bytes
+    on_gpus: tuple[Region, ...]
 
 
 class NixlTransport:
@@ -35,6 +45,8 @@ class NixlTransport:
         )
         self._agent: Any = api.nixl_agent(f"{label}-{uuid.uuid4().hex[:12]}", config)
         self._registered: dict[Region, Any] = {}
+        self._on_gpus: dict[Peer, tuple[Region, ...]] = {}  # of peers
+        self._gpus = _Contexts()
         self._attend = attend
         self._hot_until = 0.0
         self._closed = False
@@ -48,6 +60,7 @@ class NixlTransport:
             if region in self._registered:
                 continue
             memory = [(region.address, region.length, region.device or 0, "")]
+            self._gpus.enter(region.device)
             try:
                 self._registered[region] = self._agent.register_memory(memory, _memory_kind(region))
             except Exception as error:
@@ -63,20 +76,25 @@ class NixlTransport:
     def metadata(self) -> bytes:
         """See Transport."""
         self.nudge()
-        return bytes(self._agent.get_agent_metadata())
+        on_gpus = tuple(region for region in list(self._registered) if region.device is not None)
+        return msgspec.msgpack.encode(_Metadata(bytes(self._agent.get_agent_metadata()), on_gpus))
 
     def connect(self, metadata: bytes) -> Peer:
         """See Transport. The connection is made now: the first write would otherwise pay 50 ms for it."""
         self.nudge()
         try:
-            name = self._agent.add_remote_agent(metadata)
+            told = msgspec.msgpack.decode(metadata, type=_Metadata)
+            name = self._agent.add_remote_agent(told.agent)
             self._agent.make_connection(name)
         except Exception as error:
             raise TransportError(f"NIXL cannot connect to the peer: {error}") from error
-        return Peer(name.decode() if isinstance(name, bytes) else str(name))
+        peer = Peer(name.decode() if isinstance(name, bytes) else str(name))
+        self._on_gpus[peer] = told.on_gpus
+        return peer
 
     def disconnect(self, peer: Peer) -> None:
         """See Transport."""
+        self._on_gpus.pop(peer, None)
         try:
             self._agent.remove_remote_agent(peer)
         except Exception as error:
@@ -89,16 +107,16 @@ class NixlTransport:
         self._woken.set()
 
     def write(self, peer: Peer, pieces: Sequence[Piece], source: Region) -> Transfer:
-        """See Transport."""
-        device = source.device or 0
-        kind = _memory_kind(source)
-        local = [(piece.local, piece.length, device) for piece in pieces]
-        remote = [(piece.remote, piece.length, 0) for piece in pieces]
+        """See Transport. All pieces go to one region of the peer's."""
+        self._gpus.enter(source.device)
+        target = self._target(peer, pieces[0].remote)
+        local = [(piece.local, piece.length, source.device or 0) for piece in pieces]
+        remote = [(piece.remote, piece.length, target.device or 0) for piece in pieces]
         try:
             handle = self._agent.initialize_xfer(
                 "WRITE",
-                self._agent.get_xfer_descs(local, kind),
-                self._agent.get_xfer_descs(remote, "DRAM"),
+                self._agent.get_xfer_descs(local, _memory_kind(source)),
+                self._agent.get_xfer_descs(remote, _memory_kind(target)),
                 peer,
             )
             transfer = _NixlTransfer(self._agent, handle, peer)
@@ -121,9 +139,17 @@ class NixlTransport:
             self.unregister(list(self._registered))
             self._agent = None
 
+    def _target(self, peer: Peer, address: int) -> Region:
+        """Return the peer's region on a GPU that holds `address`; what lies in none is in the host's memory."""
+        for region in self._on_gpus.get(peer, ()):
+            if region.address <= address < region.address + region.length:
+                return region
+        return Region(address, 0)
+
     def _progress(self, agent: Any) -> None:
         while not self._closed:
             try:
+                self._gpus.enter(self._gpus.last)
                 agent.get_new_notifs()  # what NIXL calls progress: nothing of ours is notified this way
             except Exception:
                 logger.exception("NIXL's progress failed; landing goes on where it can")
@@ -159,6 +185,28 @@ class _NixlTransfer:
                 self._agent.release_xfer_handle(handle)
             except Exception as error:
                 raise TransportError(f"a NIXL write to {self._peer} cannot be withdrawn: {error}") from error
+
+
+class _Contexts:
+    """Which GPU's context is current in which of the threads that call NIXL: UCX moves a GPU's memory in no other threads."""
+
+    def __init__(self) -> None:
+        self.last: int | None = None  # GPU that some thread entered
+        self._entered = threading.local()
+
+    def enter(self, device: int | None) -> None:
+        """Make the context that all of the process shares current in this thread; nothing to do for host memory (None)."""
+        if device is None or getattr(self._entered, "device", None) == device:
+            return
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise TransportError(f"GPU {device} cannot be used: {error}") from error
+        context = ctypes.c_void_p()
+        result = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) or driver.cuCtxSetCurrent(context)
+        if result:
+            raise TransportError(f"the context of GPU {device} cannot be had (CUDA error {result})")
+        self._entered.device = self.last = device
 
 
 def _memory_kind(region: Region) -> str:

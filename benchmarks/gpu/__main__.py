@@ -71,7 +71,8 @@ def _vllm(name: str, site: Path) -> dict[str, float]:
     """Return vLLM's milliseconds a token by context; empty, with its last words printed, when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(hugging_face(SHAPES[name])))
-        environment = os.environ | {"PYTHONPATH": str(site), "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
+        path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
         script = Path(__file__).with_name("vllm_steps.py")
         command = [sys.executable, str(script), folder, *map(str, CONTEXTS)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
