@@ -63,15 +63,29 @@ def test_the_gap_is_less_a_step_and_over_what_no_handoff_can_do_without() -> Non
     assert measures["gap_landed_ms"].value == pytest.approx(-2)
 
 
-def test_throughputs_are_compared_within_a_round() -> None:
-    def turn(per_second: float) -> Turn:
-        return Turn(per_second, cpu_ms=100)
+def test_throughputs_are_compared_by_the_turns_that_nothing_disturbed() -> None:
+    def turn(seconds: float) -> Turn:
+        return Turn(seconds, cpu_s=1.0)
 
-    rounds = [Round(claimed=turn(96 * k), unclaimed=turn(100 * k), without=turn(100 * k)) for k in (1, 5, 10)]
-    measures = {m.name: m for m in prefill_told(rounds, Memory(claimed=500_000, unclaimed=0))}
+    quiet = Round(claimed=turn(1 / 0.96), unclaimed=turn(1), without=turn(1))
+    slow = Round(claimed=turn(1.5), unclaimed=turn(3), without=turn(2))
+    measures = {m.name: m for m in prefill_told([quiet, quiet, quiet, slow, slow], Memory(claimed=500_000, unclaimed=0))}
     assert measures["prefill_claimed_of_without"].value == pytest.approx(96)
-    assert measures["prefill_without_per_second"].value == 500
+    assert measures["prefill_unclaimed_of_without"].value == pytest.approx(100)
+    assert measures["prefill_without_per_second"].value == pytest.approx(3_840)
     assert measures["memory_growth_mb"].value == pytest.approx(0.5)
+
+
+def test_a_share_says_how_far_other_rounds_would_take_it() -> None:
+    def rounds(*seconds: float) -> list[Round]:
+        return [Round(claimed=Turn(s, 1.0), unclaimed=Turn(1.0, 1.0), without=Turn(1.0, 1.0)) for s in seconds]
+
+    def how(*seconds: float) -> str:
+        found = prefill_told(rounds(*seconds), Memory(0, 0))
+        return next(m.detail for m in found if m.name == "prefill_claimed_of_without")
+
+    assert "95 %: 50.0 to 50.0" in how(2.0, 2.0, 2.0, 2.0)
+    assert "95 %: 28.6 to 100.0" in how(1.0, 2.0, 3.0, 4.0)
 
 
 def test_every_goal_is_measured_by_some_part() -> None:
