@@ -12,8 +12,9 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.handoff_landing import Landing, Plan, landing
 from benchmarks.handoff_stack import LANE, PLAIN, Prompts, Stack
@@ -31,7 +32,7 @@ _RESAMPLES = 1_000
 _SHORT_TOKENS = 512
 MEMORY_REQUESTS = 100
 
-Prefill = Callable[[int, int], Awaitable[None]]
+Prefill = Callable[[int, int], Coroutine[Any, Any, None]]
 """Have a prompt of so many tokens prefilled, as this asker (which has a slot of its own)."""
 
 

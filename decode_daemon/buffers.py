@@ -1,6 +1,7 @@
 """Memory that KV lands in: the host's, or a GPU's. Zeroed when it is made, mapped for as long as somebody holds it."""
 
 import mmap
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -11,6 +12,22 @@ from handoff.transport import Region
 log = structlog.get_logger(__name__)
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
+_RESERVE = 2 << 30  # of a GPU's memory, for what an engine allocates while it decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a buffer shall lie. `pinned`: in host memory that the engine's GPU reads, or would read if its own had no room."""
+
+    device: torch.device
+    pinned: bool
+
+    def on_the_host(self) -> "Place":
+        """Return the next best place of a GPU."""
+        return Place(HOST.device, self.pinned)
+
+
+HOST = Place(torch.device("cpu"), pinned=False)
 
 
 class Buffer(Protocol):
@@ -27,40 +44,43 @@ class Buffer(Protocol):
         ...
 
 
-def allocate(length: int, device: torch.device) -> Buffer:
-    """Return `length` bytes in the memory of `device`.
+def allocate(length: int, place: Place) -> Buffer:
+    """Return `length` bytes at `place`.
 
-    A GPU whose memory is full is no reason to be without a landing slot: then they lie in pinned memory, from which they cross
+    A GPU with too little room is no reason to be without a landing slot: then they lie in pinned memory, from which they cross
     the bus when they are converted. Raises OSError when the host has no room either.
     """
-    if device.type == "cuda":
-        try:
-            return DeviceBuffer(length, device)
-        except torch.OutOfMemoryError as error:
-            log.warning("no room on the GPU: KV lands in the host's memory", bytes=length, device=str(device), error=str(error))
-    return HostBuffer(length)
+    if place.device.type == "cuda":
+        # What PyTorch has cached counts as taken here: it is the engine's.
+        free, _ = torch.cuda.mem_get_info(place.device)
+        if free >= length + _RESERVE:
+            return DeviceBuffer(length, place.device)
+        log.warning("little room on the GPU: KV lands in the host's memory", bytes=length, free=free, reserve=_RESERVE)
+    return HostBuffer(length, pinned=place.pinned)
 
 
 class HostBuffer:
-    """Pages of this process, pinned where there is a GPU: its copies then run at the bus's speed, and kernels can read them."""
+    """Pages of this process. Pinned, a GPU's copies of them run at the bus's speed, and its kernels can read them."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, *, pinned: bool = False) -> None:
         self._pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.content = torch.frombuffer(self._pages, dtype=torch.uint8)
         self.content.zero_()  # so that the first handoff does not pay for the pages
         self.region = Region(self.content.data_ptr(), length)
-        self._pinned = torch.cuda.is_available() and _pinned(self.region)
+        self._pinned = pinned and _pinned(self.region)
 
     def forsake(self) -> None:
         """See Buffer: the pages go back to the system."""
         if self._pinned:
-            _runtime().cudaHostUnregister(self.region.address)
+            error = int(_runtime().cudaHostUnregister(self.region.address))
+            if error:
+                log.warning("landing memory stays pinned: its pages are kept", cuda_error=error)
             self._pinned = False
         self._pages.madvise(mmap.MADV_DONTNEED)
 
 
 class DeviceBuffer:
-    """Memory of a GPU. Raises torch.OutOfMemoryError."""
+    """Memory of a GPU."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.content = torch.zeros(length, dtype=torch.uint8, device=device)

@@ -48,11 +48,15 @@ def convert(landed: torch.Tensor, layout: KVLayout, keys: torch.Tensor, values: 
         from decode_daemon import convert_cuda  # Triton is installed only where there is a GPU
 
         copy = convert_cuda.gather
+        # A transport that landed KV by copies of this process made them on streams of its own.
+        torch.cuda.synchronize(keys.device)
         landed = convert_cuda.reachable(landed, keys.device)
-    for run in runs(landed, layout, keys, values, shards):
-        copy(run)
-    if keys.is_cuda:
-        torch.cuda.current_stream(keys.device).synchronize()
+    try:
+        for run in runs(landed, layout, keys, values, shards):
+            copy(run)
+    finally:
+        if keys.is_cuda:
+            torch.cuda.current_stream(keys.device).synchronize()
 
 
 def runs(landed: torch.Tensor, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor, shards: int) -> Iterator[Run]:

@@ -16,7 +16,7 @@ from decode_daemon.engine.generation import GenerationDefaults
 from decode_daemon.engine.loop import LlamaEngine
 from decode_daemon.engine.protocol import DecodeParams, Engine, EngineDescription, EngineError, SamplingParams
 from decode_daemon.grammar import Grammars
-from decode_daemon.memory import LandingMemory, landing_device
+from decode_daemon.memory import LandingMemory, landing_place
 from decode_daemon.metrics import DaemonMetrics
 from decode_daemon.pace import Pace
 from decode_daemon.presence import Presence
@@ -121,7 +121,7 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
     async with AsyncExitStack() as stack:
         metrics_port = stack.enter_context(serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry))
         slots: list[LandingSlot] = []
-        device = landing_device(engine.kv_target(1)[0].device, settings.transport)
+        place = landing_place(engine.kv_target(1)[0].device, settings.transport)
         transport = open_transport(
             settings.transport,
             "daemon",
@@ -140,7 +140,7 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
         )
         stack.push_async_callback(receiver.aclose)
         length = _landing_bytes(shape, settings.context_tokens)
-        slots += [LandingSlot(i, LandingMemory(transport, length, device), receiver.send) for i in range(settings.slots)]
+        slots += [LandingSlot(i, LandingMemory(transport, length, place), receiver.send) for i in range(settings.slots)]
         receiver.start(slots)
         metrics.watch(slots)
 

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,13 +18,14 @@ logger = logging.getLogger(__name__)
 _HOT_PERIOD_S = 0.0002
 _HOT_S = 1.0  # after a nudge
 _IDLE_PERIOD_S = 0.05
+_MOST_REGIONS = 256  # on GPUs, of one peer: each write looks through them
 
 
 class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a peer must know: NIXL's own word of this agent, and which of its memory lies on a GPU, which NIXL does not tell."""
 
     agent: bytes
-    on_gpus: tuple[Region, ...]
+    on_gpus: Annotated[tuple[Region, ...], msgspec.Meta(max_length=_MOST_REGIONS)]
 
 
 class NixlTransport:
@@ -84,6 +85,7 @@ class NixlTransport:
         self.nudge()
         try:
             told = msgspec.msgpack.decode(metadata, type=_Metadata)
+            self._gpus.enter(self._gpus.last)
             name = self._agent.add_remote_agent(told.agent)
             self._agent.make_connection(name)
         except Exception as error:
@@ -94,12 +96,12 @@ class NixlTransport:
 
     def disconnect(self, peer: Peer) -> None:
         """See Transport."""
-        self._on_gpus.pop(peer, None)
         try:
             self._agent.remove_remote_agent(peer)
         except Exception as error:
             if "NOT_FOUND" not in str(error):
                 raise TransportError(f"NIXL cannot forget {peer}: {error}") from error
+        self._on_gpus.pop(peer, None)
 
     def nudge(self) -> None:
         """See Transport."""
@@ -109,10 +111,10 @@ class NixlTransport:
     def write(self, peer: Peer, pieces: Sequence[Piece], source: Region) -> Transfer:
         """See Transport. All pieces go to one region of the peer's."""
         self._gpus.enter(source.device)
-        target = self._target(peer, pieces[0].remote)
-        local = [(piece.local, piece.length, source.device or 0) for piece in pieces]
-        remote = [(piece.remote, piece.length, target.device or 0) for piece in pieces]
         try:
+            target = self._target(peer, pieces[0].remote)
+            local = [(piece.local, piece.length, source.device or 0) for piece in pieces]
+            remote = [(piece.remote, piece.length, target.device or 0) for piece in pieces]
             handle = self._agent.initialize_xfer(
                 "WRITE",
                 self._agent.get_xfer_descs(local, _memory_kind(source)),
@@ -188,7 +190,10 @@ class _NixlTransfer:
 
 
 class _Contexts:
-    """Which GPU's context is current in which of the threads that call NIXL: UCX moves a GPU's memory in no other threads."""
+    """Which GPU's context is current in which of the threads that call NIXL: UCX moves a GPU's memory in no other threads.
+
+    For processes that use one GPU, as a vLLM worker and a decode daemon do: a thread stays with the context it entered last.
+    """
 
     def __init__(self) -> None:
         self.last: int | None = None  # GPU that some thread entered

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from decode_daemon.expectation import Expectation
-from decode_daemon.memory import LandingMemory, landing_device
+from decode_daemon.memory import LandingMemory, landing_place
 from decode_daemon.receiver import Receiver
 from decode_daemon.slots import Landed, LandingSlot, Occupancy
 from handoff.claim import Claim, ClaimKeys, SignedClaim, new_handoff_id
@@ -66,7 +66,7 @@ class Landing:
 async def landing(expectation: Expectation, slot_bytes: int, engine: torch.device) -> AsyncIterator[Landing]:
     """Listen, with a slot of `slot_bytes` for an engine on the device `engine`."""
     ends: list[Landing] = []
-    place = landing_device(engine, "nixl")
+    place = landing_place(engine, "nixl")
     async with AsyncExitStack() as stack:
         transport = open_transport("nixl", "decode", attend=lambda: any(end.attend or end.slot.written_to for end in ends))
         stack.callback(transport.close)

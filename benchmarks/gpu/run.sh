@@ -87,11 +87,11 @@ export pieces root out vllm_path
 
 for wanted in "$@"; do
     case $wanted in
-        install) stage install 90 bash -c install ;;
+        install) stage install 90 bash -c install; [ "$failed" = 0 ] || break ;;
         environment) stage environment 60 bash -c environment ;;
-        steps-*) stage "$wanted" 200 bash -c "steps ${wanted#*-}" ;;
+        steps-*) stage "$wanted" 160 bash -c "steps ${wanted#*-}" ;;
         probe) stage probe 60 bash -c probe ;;
-        wire-host) stage "$wanted" 60 bash -c 'wire host --model 8B --land-on-host' ;;
+        wire-host) stage "$wanted" 90 bash -c 'wire host --model 8B --land-on-host' ;;
         wire-*) stage "$wanted" 60 bash -c "wire ${wanted#*-} --model ${wanted#*-}" ;;
         handoff-1B-NHD) stage "$wanted" 140 bash -c 'handoff 1B-NHD --model 1B --layout NHD' ;;
         handoff-1B-HND) stage "$wanted" 140 bash -c 'handoff 1B-HND --model 1B --layout HND --chunk 512' ;;

@@ -38,7 +38,10 @@ def test_memory_of_the_host_is_written_to_as_such_and_what_is_said_to_be_a_gpus_
         written(near, near.connect(msgspec.msgpack.encode(told)), [piece(source, target.data_ptr() + 1, length=9)], source)
 
 
-@pytest.mark.parametrize("metadata", [b"", b"nixl", msgspec.msgpack.encode({"agent": b"", "on_gpus": 3})])
+MANY = msgspec.msgpack.encode({"agent": b"", "on_gpus": 257 * (Region(0, 1, 0),)})
+
+
+@pytest.mark.parametrize("metadata", [b"", b"nixl", msgspec.msgpack.encode({"agent": b"", "on_gpus": 3}), MANY])
 def test_what_no_end_of_ours_tells_is_refused(ends: tuple[NixlTransport, NixlTransport], metadata: bytes) -> None:
     with pytest.raises(TransportError, match="cannot connect"):
         ends[0].connect(metadata)
@@ -50,5 +53,5 @@ def test_a_region_on_a_gpu_survives_the_telling() -> None:
 
 
 def test_memory_of_a_gpu_that_is_not_there_is_refused_by_its_number(ends: tuple[NixlTransport, NixlTransport]) -> None:
-    with pytest.raises(TransportError, match="GPU 7"):
-        ends[0].register([Region(1 << 40, SIZE, 7)])
+    with pytest.raises(TransportError, match="GPU 9999"):
+        ends[0].register([Region(1 << 40, SIZE, 9999)])
