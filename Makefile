@@ -1,7 +1,7 @@
 # make demo: set everything up, show both lanes side by side, stop.   make test: set up what is missing, test all.
 # make soak: the lease table under a minute of kills, freezes and a restart, counted.
 # make fidelity: the same requests down both lanes of a real stack, compared field by field, in a table.
-.PHONY: setup model demo test soak fidelity up lint
+.PHONY: setup model demo test tests soak fidelity up lint
 
 MODEL := .anchorleg/models/smollm2-135m-instruct
 
@@ -14,7 +14,10 @@ model: setup
 demo: model
 	@.venv/bin/anchorleg demo --ports auto
 
-test: model lint
+test: model
+	@$(MAKE) --no-print-directory --jobs=2 lint tests
+
+tests: model
 	@scripts/test
 
 soak: setup

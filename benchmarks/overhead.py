@@ -22,17 +22,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.fakes import (
-    END,
-    MODEL,
-    STAMP_TICK_NS,
-    STAMP_TICKS,
-    DaemonScript,
-    VllmScript,
-    card_name,
-    serve_daemon,
-    serve_vllm,
-)
+from benchmarks.fake_daemon import DaemonScript, serve_daemon
+from benchmarks.fake_vllm import VllmScript, serve_vllm
+from benchmarks.fakes import END, MODEL, STAMP_TICK_NS, STAMP_TICKS, card_name
 from benchmarks.report import Measure
 from benchmarks.wire import LATENCY, Received, ask, chat, request_bytes
 from cli.envoy import EnvoyConfig, render

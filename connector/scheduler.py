@@ -14,6 +14,7 @@ from connector.announcer import Announcer
 from connector.metadata import Chunk, HandoffMetadata, Opening
 from handoff.claim import CLAIM_KEY, Claim, ClaimError, ClaimKeys, SignedClaim, from_params
 from handoff.messages import Abort, Final
+from handoff.prompt import digest, packed
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -131,18 +132,24 @@ class SchedulerSide:
                 self._held.add(request.request_id)
             return tracked.opened, None
         prompt = list(request.prompt_token_ids or ())
+        whole = packed(prompt)
         first_token = int(request.output_token_ids[0])
         self._announcer.send(
             tracked.claim.claim,
             Final(
                 claim=tracked.claim,
-                prompt=b"".join(token.to_bytes(4, "little") for token in prompt),
+                prompt=whole,
                 first_token=first_token,
                 finished=request.status.name == "FINISHED_STOPPED",
             ),
         )
         self._held.add(request.request_id)
-        told = {"first_token": first_token, "prompt_tail": prompt[-PROMPT_TAIL:], "serving": self._serving}
+        told = {
+            "first_token": first_token,
+            "prompt_tail": prompt[-PROMPT_TAIL:],
+            "prompt_digest": digest(whole),
+            "serving": self._serving,
+        }
         return True, {CLAIM_KEY: told}
 
     def released(self, request_ids: set[str]) -> None:

@@ -34,6 +34,7 @@ class Generation:
         self._progress = Progress(
             prompt_tokens=told.prompt_tokens,
             prompt_tail=handed_over.prompt_tail,
+            prompt_digest=handed_over.prompt_digest,
             limit=_limit(prefill, told),
             prompt=_known_prompt(prefill, told),
             ids=[handed_over.first_token],

@@ -28,6 +28,7 @@ from gateway.slots import Wanted
 from gateway.tokens import Batch
 from gateway.upstream import UpstreamUnavailable
 from handoff.claim import SignedClaim, to_params
+from handoff.prompt import digest, packed
 from leases import LeasesUnavailable
 
 log = structlog.get_logger(__name__)
@@ -59,6 +60,7 @@ class Progress:
 
     prompt_tokens: int
     prompt_tail: Sequence[int]  # the prompt's last ids, told with vLLM's answer
+    prompt_digest: str  # of all its ids, told with them
     limit: int  # output tokens in all
     prompt: list[int] | None = None
     ids: list[int] = field(default_factory=list)
@@ -135,9 +137,8 @@ class Recovery:
         except UpstreamUnavailable as error:
             log.warning("a prompt's ids cannot be had again", error=str(error))
             return None
-        tail = list(progress.prompt_tail)
         # A template may read the clock: tokens of another prompt must not be gone on from.
-        if prompt is None or len(prompt) != progress.prompt_tokens or prompt[len(prompt) - len(tail) :] != tail:
+        if prompt is None or digest(packed(prompt)) != progress.prompt_digest:
             return None
         progress.prompt = prompt
         return prompt

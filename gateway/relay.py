@@ -20,6 +20,7 @@ from gateway.sse import EVENT_STREAM
 from gateway.text import tail_suffices
 from gateway.tokens import Batch
 from gateway.upstream import Replayed, UpstreamUnavailable
+from handoff.prompt import digest, packed
 
 log = structlog.get_logger(__name__)
 
@@ -72,7 +73,7 @@ class Relay:
             handed_over = read_handed_over(told.raw)
             if plan.sampling.logprobs is not None and len(told.logprobs) != 1:
                 raise ValueError("the first token's logprobs are missing")
-            if not _is_rendered(handed_over, told.prompt_tokens, self._prefill.rendered):
+            if not _is_rendered(handed_over, self._prefill.rendered):
                 raise ValueError("the prompt is another one than vLLM rendered: does its template read the clock?")
         except ValueError as error:
             log.warning("prefill leg without a handoff; vLLM serves the request", error=str(error))
@@ -209,11 +210,8 @@ class Relay:
             self.outcome = "vllm_error"
 
 
-def _is_rendered(handed_over: HandedOver, prompt_tokens: int, rendered: Rendered | None) -> bool:
-    if rendered is None:
-        return True
-    tail = tuple(handed_over.prompt_tail)
-    return len(rendered.prompt) == prompt_tokens and rendered.prompt[prompt_tokens - len(tail) :] == tail
+def _is_rendered(handed_over: HandedOver, rendered: Rendered | None) -> bool:
+    return rendered is None or handed_over.prompt_digest == digest(packed(rendered.prompt))
 
 
 async def _begun(batches: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:

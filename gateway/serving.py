@@ -59,6 +59,7 @@ class HandedOver:
 
     first_token: TokenId
     prompt_tail: list[TokenId]  # the prompt's last ids
+    prompt_digest: str  # of all of them (handoff/prompt.py)
     serving: Serving
 
 

@@ -130,7 +130,7 @@ class LlamaEngine:
             while not cancelled():
                 if speculation is not None:
                     # A step emits one more than it verifies, and nothing may stand at the end.
-                    draft = speculation.draft(position, limits.end - position - 2)
+                    draft = speculation.draft(token, position, limits.end - position - 2)
                 verdict = self._judged((token, *draft.ids), position, sampler, limits, speculation)
                 yield Step(verdict.ids, verdict.finish, verdict.logprobs, len(draft.ids), verdict.accepted)
                 if verdict.error is not None:
@@ -164,10 +164,11 @@ class LlamaEngine:
             for nth, logits in enumerate(rows):
                 yield sampler.choose(logits, position + nth + 1)
             return
-        if speculation is None:
+        if speculation is None or (len(ids) == 1 and speculation.quiet):
             bests = [self._model.greedy(ids[0], position)]
         else:
             bests = self._model.bests(ids, position)
+        if speculation is not None:
             speculation.took(len(ids), position, time.perf_counter() - began)
         for nth, best in enumerate(bests):
             if best is None:  # where the logits are not finite, the sampler says so

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from tests.fidelity.allowed import ALLOWED, UNSEEN
 from tests.fidelity.lanes import Outcome
+from tests.fidelity.rounding import Gaps, Judgement
 from tests.fidelity.sampling import Drawn
 
 _COLOURS = {"equal": "green", "allowed": "green", "near tie": "yellow", "different": "red"}
@@ -45,6 +46,31 @@ def show_draws(drawn: Iterable[Drawn], console: Console) -> bool:
         table.add_row(one.setting.name, str(one.count), *fits)
     console.print(table)
     return all(one.holds for one in drawn)
+
+
+def show_judgement(judgement: Judgement, console: Console) -> bool:
+    """Print how far tokens are behind vLLM's choices; returns whether that is as it should be."""
+    table = Table(
+        *("prompts", "answers of", "tokens", "vLLM's choice", "near ties", "furthest behind, nats"),
+        title="Near ties where arithmetic rounds: each token read by plain vLLM",
+    )
+    kinds = list(dict.fromkeys(one.prompt.kind for one in judgement.answers))
+    for kind in (*kinds, "all"):
+        answers = [one for one in judgement.answers if kind in (one.prompt.kind, "all")]
+        for whose, several in (("the lane", [one.lane for one in answers]), ("plain vLLM", [one.own for one in answers])):
+            gaps = Gaps.joined(several)
+            tokens = len(gaps.values)
+            table.add_row(kind, whose, f"{tokens}", f"{tokens - gaps.ties}", f"{gaps.ties}", f"{gaps.worst:.4f}")
+    console.print(table)
+    noticed = sum(judgement.refuses(one.corrupted) for one in judgement.answers)
+    console.print(
+        f"allowed in the lane: {judgement.most_ties} near ties, {judgement.allowed:.4f} nats; speculation gave it "
+        f"{judgement.drafted} tokens; {noticed} of {len(judgement.answers)} answers with one wrong token refused"
+    )
+    faults = judgement.faults()
+    for fault in faults:
+        console.print(fault, markup=False, highlight=False)
+    return not faults
 
 
 def _cases(outcomes: list[Outcome]) -> Table:

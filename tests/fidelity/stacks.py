@@ -1,4 +1,4 @@
-"""The real stacks that the cases are sent to: Envoy, valkey, vLLM, NIXL and a decode daemon, in float32."""
+"""The real stacks that the cases are sent to: Envoy, valkey, vLLM, NIXL and a decode daemon; in float32, but for one."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -26,11 +26,7 @@ _PARSING = ["--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-pars
 _REASONING = ["--reasoning-parser", "deepseek_r1"]
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _CLOCK = "{% if clock %}{{ strftime_now('%f') }}{% endif %}"  # six digits, so six tokens
-_ENVIRONMENT = {
-    # vLLM would compile two small functions of its sampler, for 20 s, at the first request for logprobs.
-    "TORCH_COMPILE_DISABLE": "1",
-    # More requests land while one is decoded: vLLM then prefills several at once.
-    "ANCHORLEG_DAEMON_SLOTS": "4",
+_PATIENCE = {
     # An answer that vLLM finishes because the machine was busy would say nothing about the daemon.
     **{f"ANCHORLEG_GATEWAY_{name}_TIMEOUT_S": "120" for name in ("QUEUE", "STALL", "LANDING", "RESUME")},
     "ANCHORLEG_GATEWAY_RESERVE_TIMEOUT_S": "20",
@@ -38,6 +34,13 @@ _ENVIRONMENT = {
     "ANCHORLEG_GATEWAY_LEASE_MS": "30000",
     "ANCHORLEG_GATEWAY_MAX_WAIT_MS": "60000",
     "ANCHORLEG_DAEMON_UNUSED_LEASE_S": "30",
+}
+_ENVIRONMENT = {
+    **_PATIENCE,
+    # vLLM would compile two small functions of its sampler, for 20 s, at the first request for logprobs.
+    "TORCH_COMPILE_DISABLE": "1",
+    # More requests land while one is decoded: vLLM then prefills several at once.
+    "ANCHORLEG_DAEMON_SLOTS": "4",
 }
 _TIMEOUT_S = 300.0
 
@@ -84,6 +87,14 @@ async def reasoning_stack(folder: Path, *, report: Callable[[Progress], None] = 
     settings = _settings(folder, with_markers(_model(), folder / "model"), [*_VLLM, *_PARSING, *_REASONING])
     parsers = dict.fromkeys(("ANCHORLEG_GATEWAY_TOOLS", "ANCHORLEG_GATEWAY_REASONING"), "derender")
     async with _running(settings, _ENVIRONMENT | parsers, report) as running:
+        yield running
+
+
+@asynccontextmanager
+async def stack_as_up(folder: Path, *, report: Callable[[Progress], None] = lambda _: None) -> AsyncIterator[Running]:
+    """Start a stack with the settings of `anchorleg up`: bfloat16, vLLM compiled, speculation on."""
+    settings = LocalSettings.load(ports="auto", model_dir=_model(), state_dir=folder / "state")
+    async with _running(settings, _PATIENCE, report) as running:
         yield running
 
 

@@ -13,6 +13,7 @@ from gateway.cards import Card, read_card
 from gateway.upstream import Credentials
 from handoff import decode_pb2 as pb
 from handoff.claim import CLAIM_KEY
+from handoff.prompt import digest, packed
 
 MODEL = "tiny"
 SECRET = "a secret of the gateway's tests"
@@ -89,7 +90,8 @@ PROMPT = tuple(ids_of("The capital of France is"))
 
 def handed_over(first: int, prompt: Sequence[int] = PROMPT, **serving: Any) -> dict[str, Any]:
     """What vLLM's connector tells of a claim that it took."""
-    return {CLAIM_KEY: {"first_token": first, "prompt_tail": list(prompt[-32:]), "serving": SERVING | serving}}
+    told = {"prompt_tail": list(prompt[-32:]), "prompt_digest": digest(packed(prompt))}
+    return {CLAIM_KEY: {"first_token": first, **told, "serving": SERVING | serving}}
 
 
 def prefill_answer(first: int, *, prompt: Sequence[int] = PROMPT, **over: Any) -> dict[str, Any]:

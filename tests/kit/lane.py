@@ -15,7 +15,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.fakes import MODEL, DaemonScript, FakeDaemon, FakeVllm
+from benchmarks.fake_daemon import DaemonScript, FakeDaemon
+from benchmarks.fake_vllm import FakeVllm
+from benchmarks.fakes import MODEL
 from cli.envoy import EnvoyConfig, render
 from cli.ports import free_ports
 from cli.programs import find_program
@@ -213,7 +215,7 @@ async def daemon_process(lane: LaneStack, script: DaemonScript) -> AsyncIterator
 def start_daemon(redis_url: str, script: DaemonScript, context_tokens: int) -> "subprocess.Popen[bytes]":
     """Start a scripted daemon as a process of its own."""
     run = f"serve_daemon(sys.argv[1], {script}, slots=2, context_tokens={context_tokens})"
-    code = f"import asyncio, sys; from benchmarks.fakes import DaemonScript, serve_daemon; asyncio.run({run})"
+    code = f"import asyncio, sys; from benchmarks.fake_daemon import DaemonScript, serve_daemon; asyncio.run({run})"
     return subprocess.Popen([sys.executable, "-c", code, redis_url], cwd=Path(__file__).parents[2])
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from benchmarks.fakes import DaemonScript, VllmScript
+from benchmarks.fake_daemon import DaemonScript
+from benchmarks.fake_vllm import VllmScript
 from tests.kit.lane import LaneStack, lane_stack
 
 

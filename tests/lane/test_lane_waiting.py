@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fakes import MODEL, DaemonScript
+from benchmarks.fake_daemon import DaemonScript
+from benchmarks.fakes import MODEL
 from tests.kit.lane import LATENCY, MESSAGE_TIMEOUT_S, LaneStack, chat, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

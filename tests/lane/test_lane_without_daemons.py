@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from benchmarks.fakes import END, DaemonScript
+from benchmarks.fake_daemon import DaemonScript
+from benchmarks.fakes import END
 from handoff.claim import CLAIM_KEY
 from tests.kit.lane import LATENCY, LaneStack, chat, daemon_process, lane_stack, registered, until
 

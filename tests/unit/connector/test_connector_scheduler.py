@@ -12,6 +12,7 @@ from connector.metadata import HandoffMetadata
 from connector.scheduler import PROMPT_TAIL
 from handoff.claim import CLAIM_KEY, to_params
 from handoff.messages import Abort, Final
+from handoff.prompt import digest, packed
 from tests.kit.handoff import signed
 from tests.kit.scheduling import BLOCK, FIRST, Cached, Daemon, New, Output, Request, Status, chunks
 
@@ -28,10 +29,9 @@ def test_a_prompt_in_one_step_goes_out_whole(daemon: Daemon) -> None:
     step = daemon.step(request, 10, new=[7, 3, 5])
     assert [(o.request_id, o.claim, o.prompt_tokens) for o in step.openings] == [(request.request_id, claim, 10)]
     assert chunks(step) == [(0, (7, 3, 5), True)]
-    told = {"first_token": FIRST, "prompt_tail": list(range(10)), "serving": {}}
+    told = {"first_token": FIRST, "prompt_tail": list(range(10)), "prompt_digest": digest(packed(range(10))), "serving": {}}
     assert daemon.finish(request) == {CLAIM_KEY: told}
-    prompt = b"".join(token.to_bytes(4, "little") for token in range(10))
-    assert daemon.heard() == [Final(claim, prompt, FIRST, finished=False)]
+    assert daemon.heard() == [Final(claim, packed(range(10)), FIRST, finished=False)]
 
 
 def test_the_worker_is_told_whether_the_step_computes_anything(daemon: Daemon) -> None:
@@ -278,7 +278,7 @@ def test_vllms_own_objects_are_understood(daemon: Daemon) -> None:
     assert chunks(first, second) == [(0, (5, 6), False), (2, (7,), True)]
     request.append_output_token_ids(FIRST)
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    told = {"first_token": FIRST, "prompt_tail": list(range(10)), "serving": {}}
+    told = {"first_token": FIRST, "prompt_tail": list(range(10)), "prompt_digest": digest(packed(range(10))), "serving": {}}
     assert daemon.side.finished(request) == (True, {CLAIM_KEY: told})
     (final,) = daemon.heard()
     assert isinstance(final, Final)

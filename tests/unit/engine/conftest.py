@@ -1,3 +1,4 @@
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -6,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from decode_daemon.engine.cpu.build import library
 from decode_daemon.engine.loop import LlamaEngine
 
 SHAPE = {
@@ -23,10 +25,25 @@ SHAPE = {
 }
 
 
+@pytest.fixture(scope="session")
+def built_together(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The native library as two processes got it that started together and found none: built once for all tests."""
+    folder = tmp_path_factory.mktemp("native")
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        return pool.map(library, [folder, folder])
+
+
+@pytest.fixture(scope="session")
+def native_cache(built_together: list[Path]) -> Path:
+    """The cache folder in which it is."""
+    return built_together[0].parent
+
+
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Models are so tiny here that threads spend their time on waiting for each other, the more so beside other programs."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

@@ -1,6 +1,5 @@
 """Which step computes, and that a machine without a compiler still serves."""
 
-import multiprocessing
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +43,8 @@ def choose(folder: Path, **wishes: Any) -> tuple[StepModel, dict[str, Any]]:
     return model, dict(line)
 
 
-def test_the_native_step_is_chosen_where_it_can_be_and_says_so(tiny: Tiny, tmp_path: Path) -> None:
-    model, line = choose(tiny()[0], cache_dir=tmp_path / "cache", threads=1)
+def test_the_native_step_is_chosen_where_it_can_be_and_says_so(tiny: Tiny, native_cache: Path) -> None:
+    model, line = choose(tiny()[0], cache_dir=native_cache, threads=1)
     assert isinstance(model, NativeModel)
     assert line["step"] == "native"
     assert line["threads"] == 1
@@ -83,11 +82,9 @@ def test_a_shape_the_native_step_does_not_have_goes_to_pytorch(tiny: Tiny, tmp_p
     assert "intermediate is 72" in line["why"]
 
 
-def test_a_library_that_was_built_before_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    built = library(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.delenv("CXX", raising=False)
-    assert library(tmp_path) == built
+@pytest.mark.usefixtures("no_compiler")
+def test_a_library_that_was_built_before_needs_no_compiler(built_together: list[Path], native_cache: Path) -> None:
+    assert library(native_cache) == built_together[0]
 
 
 def test_a_cache_folder_that_cannot_be_made_is_a_reason(tmp_path: Path) -> None:
@@ -96,9 +93,8 @@ def test_a_cache_folder_that_cannot_be_made_is_a_reason(tmp_path: Path) -> None:
         library(tmp_path / "file" / "cache")
 
 
-def test_two_processes_that_start_together_build_one_library(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        first, second = pool.map(library, [tmp_path, tmp_path])
+def test_two_processes_that_start_together_build_one_library(built_together: list[Path], native_cache: Path) -> None:
+    first, second = built_together
     assert first == second
-    assert [path.name for path in tmp_path.glob("*.so")] == [first.name]
-    assert not list(tmp_path.glob(".build-*"))
+    assert [path.name for path in native_cache.glob("*.so")] == [first.name]
+    assert not list(native_cache.glob(".build-*"))

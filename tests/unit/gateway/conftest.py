@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 from redis.asyncio import Redis
 
-from tests.kit.legs import ScriptedVllm
+from tests.kit.deciding import WILLING
+from tests.kit.legs import ScriptedDaemon, ScriptedVllm
+from tests.kit.rig import Rig, rig
 from tests.kit.valkey import ValkeyProcess
 
 
@@ -42,6 +44,13 @@ async def redis_url(valkey: ValkeyProcess) -> str:
 async def vllm() -> AsyncIterator[ScriptedVllm]:
     async with ScriptedVllm().serving() as server:
         yield server
+
+
+@pytest.fixture
+async def lane(redis_url: str, vllm: ScriptedVllm) -> AsyncIterator[Rig]:
+    """One willing daemon of one slot."""
+    async with ScriptedDaemon(WILLING).registered(redis_url), rig(redis_url, vllm) as made:
+        yield made
 
 
 @pytest.fixture

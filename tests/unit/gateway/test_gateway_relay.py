@@ -171,6 +171,7 @@ UNUSABLE = {
     "text_token": told(first_token="5"),
     "no_tail": told(prompt_tail=None),
     "odd_tail": told(prompt_tail=[None]),
+    "no_digest": told(prompt_digest=None),
     "no_serving": told(serving=None),
     "empty_serving": told(serving={}),
     "odd_serving": told(serving={"defaults": 1}),

@@ -157,6 +157,17 @@ async def test_a_prompt_that_is_not_the_one_rendered_is_served_by_vllm(vllm: Scr
         await freed(served)
 
 
+async def test_a_rendered_prompt_is_compared_from_its_first_id_on(vllm: ScriptedVllm) -> None:
+    """A template may print the clock where the prompt begins, far from the ids that a handoff names one by one."""
+    prompt = [*range(100, 200), *PROMPT]
+    vllm.answers[CHAT] = answers({"own": 1})
+    rendered = Rendered((99, *prompt[1:]), grammar=None, stop_token_ids=(), skip_special_tokens=True, reasons=False)
+    async with relayed(["hang"], vllm, rendered=rendered, **TOOLS) as served:
+        assert json.loads(await body_of(served, answer_of_vllm(prompt=prompt))) == {"own": 1}
+        assert served.value("anchorleg_resumed_total", reason="no_handoff", way="whole") == 1
+        await freed(served)
+
+
 async def test_a_whole_answer_whose_daemon_fails_is_served_by_vllm(vllm: ScriptedVllm) -> None:
     vllm.answers[CHAT] = answers({"own": 1})
     async with relayed([*MID_STREAM, "die"], vllm, rendered=RENDERED, **TOOLS) as served:

@@ -12,40 +12,16 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.endpoints import Endpoint
 from gateway.errors import UpstreamFailed
-from gateway.reply import AnswerState, PrefillAnswer, json_writer, read_prefill_answer, stream_writer
-from gateway.tokens import Batch, TokenLogprobs
+from gateway.reply import stream_writer
+from gateway.tokens import Batch
+from tests.kit.chat_replies import END, IDS, TEXT, TURN, fields_of, lane_from, listed, script, script_for
 from tests.kit.gateway import ids_of
-from tests.kit.lane_replies import (
-    Lane,
-    cut,
-    lane_of,
-    lane_stream,
-    lane_whole,
-    one_by_one,
-    plan_of,
-    prefill_leg,
-    whole_batch,
-)
-from tests.kit.scripts import Script, byte_tokenizer, card_of, id_of
+from tests.kit.lane_replies import cut, lane_of, lane_stream, lane_whole, one_by_one, prefill_leg, whole_batch
+from tests.kit.scripts import Script, byte_tokenizer
 from tests.kit.vllm_replies import parsed, untimed, vllm_stream, vllm_whole
 
-TEXT = 'He said "née\n🙂", and left.\u2028\\'
-IDS = tuple(ids_of(TEXT))
-END, TURN = id_of(byte_tokenizer(), "<end>"), id_of(byte_tokenizer(), "<turn>")
-OTHERS = tuple(zip(ids_of("@#"), (-(2.0**-15), -0.125), strict=True))
-LOGPROBS = tuple(TokenLogprobs(-0.25 * index, OTHERS) for index in range(len(IDS) + 1))
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 CONTINUOUS: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-
-
-def script(ending: int | None = END, **over: Any) -> Script:
-    """The text, and how a model ends it; None: it would go on."""
-    ids = IDS if ending is None else (*IDS, ending)
-    return Script(**{"ids": ids, "logprobs": LOGPROBS[: len(ids)], **over})
-
-
-def fields_of(told: Script, **fields: Any) -> dict[str, Any]:
-    return {"max_tokens": len(told.ids), **fields}
 
 
 def stream(told: Script | None = None, **fields: Any) -> list[Any]:
@@ -86,13 +62,6 @@ def test_id_created_model_and_fingerprint_are_those_of_vllms_answer_to_the_prefi
     for chunk in (first, last):
         assert (chunk["id"], chunk["created"], chunk["model"]) == ("chatcmpl-7", 1_700_000_000, "other")
     assert last["system_fingerprint"] == "fp-1"
-
-
-def lane_from(leg: Any, **fields: Any) -> Lane:
-    """The lane with an answer to the prefill leg that need not be vLLM's."""
-    plan = plan_of(Endpoint.CHAT, fields)
-    prefill = read_prefill_answer(Endpoint.CHAT, json.dumps(leg).encode())
-    return Lane(plan, prefill, AnswerState(card_of(byte_tokenizer()), plan, script().prompt))
 
 
 @pytest.mark.parametrize(("ending", "finish"), [(END, "stop"), (None, "length")])
@@ -142,18 +111,6 @@ def test_every_combination_is_written_as_vllm_writes_it(combination: tuple[dict[
         lane = lane_of(Endpoint.CHAT, asked, told)
         answer = lane_whole(lane, one_by_one(whole_batch(told, lane.plan)))
         assert listed(answer) == listed(vllm_whole(Endpoint.CHAT, asked, told))
-
-
-def script_for(told: Script, fields: dict[str, Any]) -> Script:
-    """With as many alternatives as the fields ask for."""
-    count = fields.get("top_logprobs", 0)
-    logprobs = tuple(TokenLogprobs(each.logprob, each.top[:count]) for each in told.logprobs)
-    return Script(told.ids, logprobs, fingerprint=told.fingerprint)
-
-
-def listed(value: Any) -> str:
-    """As JSON: nulls, order and all."""
-    return json.dumps(untimed(value), indent=1)
 
 
 def test_a_whole_answer_is_one_that_the_openai_client_reads() -> None:
@@ -267,110 +224,6 @@ def test_the_requests_times_are_told_where_vllm_tells_them() -> None:
     lane = lane_from(leg)
     answer = lane_whole(lane, [Batch((END,), "stop")])
     assert answer["metrics"] == {**told, "tokens_per_second": 25.0}, "one token: all of its times are vLLM's"
-
-
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([1])),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
-    max_leaves=6,
-)
-
-
-def readable(body: bytes) -> PrefillAnswer | None:
-    """Fails the test on any other exception than ValueError."""
-    try:
-        return read_prefill_answer(Endpoint.CHAT, body)
-    except ValueError:
-        return None
-
-
-@given(st.binary(max_size=40))
-def test_bytes_that_are_no_answer_are_refused(body: bytes) -> None:
-    assert readable(body) is None
-
-
-@given(JSON)
-def test_json_that_is_no_answer_is_refused(value: Any) -> None:
-    assert readable(json.dumps(value).encode()) is None
-
-
-PLACES: list[tuple[Any, ...]] = [
-    *(("id",), ("created",), ("model",), ("choices",), ("usage",), ("kv_transfer_params",), ("system_fingerprint",)),
-    *(("prompt_token_ids",), ("prompt_text",), ("metrics",), ("usage", "prompt_tokens")),
-    *(("choices", 0), ("choices", 0, "message"), ("choices", 0, "finish_reason"), ("choices", 0, "message", "role")),
-    *(("choices", 0, "logprobs"), ("choices", 0, "stop_reason"), ("choices", 0, "token_ids")),
-]
-
-
-@given(st.sampled_from(PLACES), JSON, st.booleans())
-def test_an_answer_with_any_part_exchanged_or_missing_is_refused_or_read_and_written(
-    place: tuple[Any, ...], value: Any, remove: bool
-) -> None:
-    leg: Any = prefill_leg(Endpoint.CHAT, {}, Script((END,)))
-    target = leg
-    for step in place[:-1]:
-        target = target[step]
-    if remove:
-        del target[place[-1]]
-    else:
-        target[place[-1]] = value
-    prefill = readable(json.dumps(leg).encode())
-    if prefill is not None:
-        plan = plan_of(Endpoint.CHAT, USAGE)
-        state = AnswerState(card_of(byte_tokenizer()), plan, ())
-        lane_stream(Lane(plan, prefill, state), [Batch((END,), "stop")])
-        json_writer(plan, prefill, state).end()
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"{}",
-        b"[]",
-        b"null",
-        b'{"choices":[]}',
-        b"[" * 100_000,
-        b'{"created":1e999}',
-        b"\xff",
-        b'{"a":' + b"9" * 5000 + b"}",
-    ],
-)
-def test_rubbish_is_refused(raw: bytes) -> None:
-    assert readable(raw) is None
-
-
-@pytest.mark.parametrize("finish", ["abort", "error", "tool_calls", None, 1])
-def test_a_prefill_that_did_not_end_with_its_token_is_refused(finish: Any) -> None:
-    leg = prefill_leg(Endpoint.CHAT, {}, script())
-    leg["choices"][0]["finish_reason"] = finish
-    assert readable(json.dumps(leg).encode()) is None
-
-
-def test_two_choices_are_refused() -> None:
-    leg = prefill_leg(Endpoint.CHAT, {}, script())
-    leg["choices"] *= 2
-    assert readable(json.dumps(leg).encode()) is None
-
-
-def test_an_answer_of_the_other_endpoint_is_refused() -> None:
-    completion = json.dumps(prefill_leg(Endpoint.COMPLETIONS, {}, script())).encode()
-    assert readable(completion) is None
-    with pytest.raises(ValueError, match="has no text"):
-        read_prefill_answer(Endpoint.COMPLETIONS, json.dumps(prefill_leg(Endpoint.CHAT, {}, script())).encode())
-
-
-def test_logprobs_of_more_than_one_token_are_refused() -> None:
-    leg = prefill_leg(Endpoint.CHAT, {"logprobs": True}, script_for(script(), {}))
-    leg["choices"][0]["logprobs"]["content"] *= 2
-    assert readable(json.dumps(leg).encode()) is None
-
-
-@pytest.mark.parametrize(("first", "finished"), [(END, True), (IDS[0], False)])
-def test_a_first_token_that_ends_the_answer_is_told_from_one_that_does_not(first: int, finished: bool) -> None:
-    prefill = readable(json.dumps(prefill_leg(Endpoint.CHAT, {}, Script((first,)))).encode())
-    assert prefill is not None
-    assert prefill.finished is finished
 
 
 def test_beside_a_parser_tokens_without_text_are_told_only_where_they_tell_something_else() -> None:

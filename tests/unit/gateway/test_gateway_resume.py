@@ -221,6 +221,7 @@ OTHER_PROMPTS = [
     answers({}, 503),
     answers({"tokens": [1, 2]}),
     answers({"tokens": [*PROMPT[:-1], PROMPT[-1] + 1]}),
+    answers({"tokens": [PROMPT[0] + 1, *PROMPT[1:]]}),
 ]
 
 

@@ -15,6 +15,7 @@ from gateway.grammars import Grammar, GrammarKind
 from gateway.plan import Plan, make_plan
 from gateway.serving import HandedOver, Serving, Servings, read_handed_over, why_not_exact
 from gateway.settings import GatewaySettings
+from handoff.prompt import digest, packed
 from tests.kit.gateway import SECRET, card, chat, handed_over, prompt_request
 
 
@@ -44,7 +45,7 @@ def why(
 
 def test_what_the_connector_tells_is_read() -> None:
     read = read_handed_over({"kv_transfer_params": handed_over(5, [1, 2], defaults={"top_k": 20}, future="x")})
-    assert read == HandedOver(5, [1, 2], serving(defaults={"top_k": 20}))
+    assert read == HandedOver(5, [1, 2], digest(packed([1, 2])), serving(defaults={"top_k": 20}))
     assert read.serving.defaults == {"top_k": 20}
 
 
