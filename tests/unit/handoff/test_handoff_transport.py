@@ -185,7 +185,7 @@ def test_metadata_that_is_none_is_refused(near: Transport) -> None:
 
 def test_memory_of_a_device_that_is_not_there_cannot_be_registered(near: Transport) -> None:
     source = torch.zeros(16, dtype=torch.uint8)
-    with pytest.raises(TransportError, match="cannot register|GPU 99"):
+    with pytest.raises(TransportError, match=r"cannot register|GPU 99"):
         near.register([Region(source.data_ptr(), source.numel(), device=99)])
 
 
