@@ -1,7 +1,8 @@
 # make demo: set everything up, show both lanes side by side, stop.   make test: set up what is missing, test all.
 # make soak: the lease table under a minute of kills, freezes and a restart, counted.
+# make endurance: preemption, lost messages and restarts on a real vLLM, in loops.
 # make fidelity: the same requests down both lanes of a real stack, compared field by field, in a table.
-.PHONY: setup model demo test tests soak fidelity up lint
+.PHONY: setup model demo test tests soak endurance fidelity up lint
 
 MODEL := .anchorleg/models/smollm2-135m-instruct
 
@@ -22,6 +23,9 @@ tests: model
 
 soak: setup
 	@.venv/bin/python -m tests.soak
+
+endurance: model
+	@scripts/test tests/e2e -m endurance
 
 fidelity: model
 	@.venv/bin/python -m tests.fidelity

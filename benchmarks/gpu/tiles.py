@@ -72,8 +72,9 @@ def jobs() -> Iterator[Job]:
 def compiled(task: tuple[Job, int, Tile]) -> None:
     """Compile one kernel into Triton's cache on disk."""
     job, width, tile = task
-    kinds = torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int64, 1e-5
-    product.warmup(*kinds, grid=(1,), **job.options(width, tile))
+    b = torch.bfloat16
+    absent = b if job.normed else None, b if job.residual else None, torch.int64 if job.peaked else None  # as `Step` launches
+    product.warmup(b, b, b, *absent, 1e-5, grid=(1,), **job.options(width, tile))
 
 
 def timed(job: Job, width: int, tile: Tile, weights: torch.Tensor, repeats: int = 5) -> float:
@@ -82,13 +83,14 @@ def timed(job: Job, width: int, tile: Tile, weights: torch.Tensor, repeats: int 
     x, out = (torch.randn(8, size, device=device).bfloat16() for size in (job.inputs, job.outputs))
     gain = torch.ones(job.inputs, dtype=torch.bfloat16, device=device)
     peaks = torch.full((8, SLOTS), NO_PEAK, dtype=torch.int64, device=device)
+    absent = gain if job.normed else None, out if job.residual else None, peaks if job.peaked else None
     grid, options = (-(-job.outputs // tile.rows),), job.options(width, tile)
     count = max(4, _BYTES // job.bytes)
     matrices = [weights[n * job.bytes // 2 :] for n in range(count)]
 
     def launch() -> None:
         for matrix in matrices:
-            product[grid](out, x, matrix, gain, out, peaks, 1e-5, **options)
+            product[grid](out, x, matrix, *absent, 1e-5, **options)
 
     launch()
     torch.cuda.synchronize()

@@ -32,7 +32,7 @@ from tests.kit.prefills import (
 )
 from tests.kit.valkey import ValkeyProcess
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.endurance, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 SECRET = "the key of the restarts"
 SLOTS = 4

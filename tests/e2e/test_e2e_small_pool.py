@@ -30,7 +30,7 @@ from tests.kit.prefills import (
 )
 from tests.kit.valkey import ValkeyProcess
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.endurance, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 SECRET = "the key of the small pool"
 BLOCKS = CONTEXT // BLOCK  # of the whole cache: the fewest that vLLM starts with

@@ -27,7 +27,7 @@ from tests.kit.notices import Notices
 from tests.kit.prefills import Prefills, prompt
 from tests.kit.valkey import eventually
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.endurance, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 SHORT = 12  # tokens of a prompt
 AT_THE_END = 200
@@ -59,7 +59,7 @@ class Window:
 async def shared(shared_lane: Lane) -> AsyncIterator[Window]:
     stack, settings = shared_lane.stack, shared_lane.settings
     async with AsyncExitStack() as opened:
-        table = await opened.enter_async_context(LeaseTable(f"redis://127.0.0.1:{stack.ports.redis}/0"))
+        table = await opened.enter_async_context(LeaseTable(f"redis://127.0.0.1:{stack.ports.redis}/0", timeout_s=5))
         report = (await table.inspect())[settings.served_model_name]
         node, *others = [one.node for one in report.nodes]
         channel = await opened.enter_async_context(grpc.aio.insecure_channel(node.decode_endpoint))

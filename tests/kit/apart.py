@@ -129,7 +129,7 @@ class Apart:
 @asynccontextmanager
 async def apart(model_dir: Path, valkey: ValkeyProcess, secret: str, log: Path, **settings: Any) -> AsyncIterator[Apart]:
     """A running daemon of its own lease table."""
-    async with LeaseTable(valkey.url) as table:
+    async with LeaseTable(valkey.url, timeout_s=5) as table:
         daemon = Apart(model_dir, table, valkey.url, secret, log, **settings)
         try:
             await daemon.start()

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 MAX_WIDTH = 8  # rows of a step
 
 _FIRST = 1024  # tokens of the smallest bucket; each next one is twice as large
-_TILE_ELEMENTS = 8192  # of K, and of V, that attention takes at once: two tiles of both fit 48 KB of shared memory
-_PROGRAMS = 512  # attention programs a full bucket is divided among, enough for two on each of an H200's 132 multiprocessors
-_MOST_SPLITS = 64  # what one program of `combine` holds in registers
+TILE_ELEMENTS = 8192  # of K, and of V, that attention takes at once: two tiles of both fit 48 KB of shared memory
+PROGRAMS = 512  # of attention, that a full bucket is divided among: enough for two on each of an H200's 132 multiprocessors
+MOST_SPLITS = 64  # what one program of `combine` holds in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,18 @@ class Bucket:
         return self.tokens // self.splits
 
 
-def buckets(context_tokens: int, kv_heads: int, head_dim: int) -> tuple[Bucket, ...]:
+def buckets(
+    context_tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    tile_elements: int = TILE_ELEMENTS,
+    programs: int = PROGRAMS,
+    most_splits: int = MOST_SPLITS,
+) -> tuple[Bucket, ...]:
     """Return the buckets that together hold `context_tokens` positions, smallest first."""
-    tile = max(32, min(128, _TILE_ELEMENTS // head_dim))
-    most = min(_MOST_SPLITS, power_of_two(-(-_PROGRAMS // kv_heads)))
+    tile = max(32, min(128, tile_elements // head_dim))
+    most = min(most_splits, power_of_two(-(-programs // kv_heads)))
     sizes = [_FIRST]
     while sizes[-1] < context_tokens:
         sizes.append(2 * sizes[-1])

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from decode_daemon.engine.cuda.prepared import counted
+
 
 @triton.jit
 def embed(x, ids, embedding, hidden: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr):
@@ -16,6 +18,33 @@ def embed(x, ids, embedding, hidden: tl.constexpr, block: tl.constexpr, overlap:
     at = tl.program_id(1) * block + tl.arange(0, block)
     source = embedding + tl.load(ids + row) * hidden
     tl.store(x + row * hidden + at, tl.load(source + at, mask=at < hidden), mask=at < hidden)
+
+
+@triton.jit
+def embed_prepared(
+    x,
+    scaled,  # [8, hidden]: x * gain
+    squares,  # int64 [norms, 8]: the first norm's sums of squares are written, the others' become zero
+    ids,
+    embedding,
+    gain,  # of the first norm
+    norms: tl.constexpr,
+    hidden: tl.constexpr,
+    block: tl.constexpr,  # hidden and norms fit it, a power of two
+    overlap: tl.constexpr,
+):
+    """As `embed`, and prepare the first norm as `prepared_product` does its next one; grid (width,)."""
+    if overlap:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    at = tl.arange(0, block)
+    values = tl.load(embedding + tl.load(ids + row) * hidden + at, mask=at < hidden, other=0.0)
+    tl.store(x + row * hidden + at, values, mask=at < hidden)
+    values = values.to(tl.float32)
+    gains = tl.load(gain + at, mask=at < hidden, other=0.0).to(tl.float32)
+    tl.store(scaled + row * hidden + at, (values * gains).to(scaled.dtype.element_ty), mask=at < hidden)
+    square = tl.sum(counted(values), axis=0)
+    tl.store(squares + at * 8 + row, tl.where(at == 0, square, 0), mask=at < norms)
 
 
 @triton.jit

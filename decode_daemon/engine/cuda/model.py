@@ -6,13 +6,15 @@ from dataclasses import replace
 import torch
 
 from decode_daemon.engine.config import LlamaConfig
-from decode_daemon.engine.cuda.buckets import MAX_WIDTH, Bucket, bucket_of, buckets, padded, parts, power_of_two
+from decode_daemon.engine.cuda.buckets import MAX_WIDTH, Bucket, bucket_of, padded, parts, power_of_two
+from decode_daemon.engine.cuda.plan import Plan
 from decode_daemon.engine.cuda.step import Step
 from decode_daemon.engine.model import check_positions
 from decode_daemon.engine.protocol import EngineError
 from decode_daemon.engine.weights import LayerWeights, Weights
 
 _CAPABILITY = (9, 0)
+_PLAN = Plan()
 _RESULTS = 4  # results of greedy steps under way at once, at most two
 
 
@@ -49,22 +51,25 @@ class CudaModel:
         device: torch.device,
         widths: Iterable[int] = (1, 2, 4, 8),
         overlap: bool = True,
+        plan: Plan = _PLAN,
     ) -> None:
         """Move `weights` to `device`, allocate the cache, compile, and capture a graph for each of `widths` and each bucket.
 
         `widths` must hold those (1, 2, 4, 8) that steps are padded to. `overlap` False launches each kernel after the one
-        before it has ended. Raises EngineError when the GPU's memory is too small.
+        before it has ended. `plan` is for benchmarks. Raises EngineError when the GPU's memory is too small.
         """
         self.config = config
         self.context_tokens = context_tokens
-        self.buckets = buckets(context_tokens, config.kv_heads, config.head_dim)
+        self.buckets = plan.attention.buckets(context_tokens, config.kv_heads, config.head_dim)
+        splits = self.buckets[-1].splits
         try:
-            self._step = Step(config, on_device(weights, device), context_tokens, self.buckets[-1].splits, overlap=overlap)
+            self._step = Step(config, on_device(weights, device), context_tokens, splits, overlap=overlap, plan=plan)
         except torch.OutOfMemoryError as error:
             raise EngineError(f"weights and KV cache do not fit {torch.cuda.get_device_name(device)}: {error}") from error
         self._results, self._events = _results()
         self._slot = 0
         self._ahead: tuple[int, int, int] | None = None  # token, position and result slot of the step queued ahead
+        self._following: tuple[int, int] | None = None  # token and position of the one-row step that needs no `feed`
         self._last = torch.zeros(1, dtype=torch.int64), 0  # ids and position of the last step that was not queued ahead
         self._graphs = {(width, bucket): self._captured(width, bucket) for width in {1, *widths} for bucket in self.buckets}
 
@@ -88,25 +93,30 @@ class CudaModel:
         just that step, its result is on its way already. Otherwise that step was in vain: it wrote one position that no later
         step reads before it is written again.
         """
-        check_positions(position, 1, self.context_tokens)
-        if self._ahead is not None and self._ahead[:2] == (token, position):
-            slot = self._ahead[2]
-        else:
-            self._check_ids(token, token)
-            self.feed(torch.tensor([token]), position)
-            slot = self._queue_greedy(position)
+        slot = self._one_row(token, position)
         following = self._queue_greedy(position + 1) if position + 1 < self.context_tokens else None
-        self._events[slot].synchronize()
-        best = int(self._results[slot])
-        self._ahead = None if following is None or best < 0 else (best, position + 1, following)
-        return best if best >= 0 else None
+        best = self._result(slot)
+        self._ahead = None if following is None or best is None else (best, position + 1, following)
+        return best
 
     def bests(self, ids: Sequence[int], position: int) -> list[int | None]:
-        """Return the id of the largest logit after each of `ids`; see `StepModel.bests`. No step is queued ahead."""
+        """Return the id of the largest logit after each of `ids`; see `StepModel.bests`. No step is queued ahead.
+
+        Of one id this is `greedy`, with the result of the step that was queued ahead if it is the one.
+        """
+        if len(ids) == 1:
+            best = self._result(self._one_row(ids[0], position))
+            self._ahead, self._last = None, (torch.tensor(ids), position)
+            self._following = None if best is None else (best, position + 1)
+            return [best]
         check_positions(position, len(ids), self.context_tokens)
         self._check_ids(min(ids), max(ids))
         found = [best for width in self._parts(torch.tensor(ids), position) for best in self._step.best[:width].tolist()]
         return [best if best >= 0 else None for best in found]
+
+    def under_way(self, token: int, position: int) -> bool:
+        """Tell if the step of `token` at `position` was queued ahead."""
+        return self._ahead is not None and self._ahead[:2] == (token, position)
 
     def hidden(self, rows: int) -> torch.Tensor:
         """Return the last step's rows before the final norm; see `StepModel.hidden`."""
@@ -118,12 +128,14 @@ class CudaModel:
 
     def feed(self, ids: torch.Tensor, position: int) -> None:
         """Tell the next step its `ids` (up to 8) and where the first stands."""
+        self._following = None
         # From pageable memory: the driver has read it when the call returns, so no buffer of ours can change too early.
         self._step.ids[: ids.shape[0]].copy_(ids, non_blocking=True)
         self._step.state.copy_(torch.tensor((position, ids.shape[0]), dtype=torch.int32), non_blocking=True)
 
     def queue(self, width: int, bucket: Bucket) -> None:
         """Queue the step of `width` rows that `feed` asked for, or that follows the last one; it lies in `bucket`."""
+        self._following = None
         self._graphs[padded(width), bucket].replay()
 
     def _parts(self, ids: torch.Tensor, position: int) -> Iterator[int]:
@@ -149,6 +161,22 @@ class CudaModel:
         if not 0 <= least <= most < self.config.vocab_size:
             wrong = least if least < 0 else most
             raise EngineError(f"token {wrong} is outside the vocabulary of {self.config.vocab_size} ids")
+
+    def _one_row(self, token: int, position: int) -> int:
+        """Queue the step of one `token` unless it is under way; return the slot its best id will be in."""
+        check_positions(position, 1, self.context_tokens)
+        if self._ahead is not None and self._ahead[:2] == (token, position):
+            return self._ahead[2]
+        self._check_ids(token, token)
+        if self._following != (token, position):
+            self.feed(torch.tensor([token]), position)
+        return self._queue_greedy(position)
+
+    def _result(self, slot: int) -> int | None:
+        """Wait for a one-row step; return its best id, None if a logit was not finite."""
+        self._events[slot].synchronize()
+        best = int(self._results[slot])
+        return best if best >= 0 else None
 
     def _queue_greedy(self, position: int) -> int:
         """Queue a one-row step of what `ids` holds, which stands at `position`; return the slot its best id will be in."""

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_daemon.engine.cuda.buckets import MAX_WIDTH, bucket_of, buckets, padded, parts, power_of_two
-from decode_daemon.engine.cuda.tiles import tile_for
+from decode_daemon.engine.cuda.tiles import prepared_tile_for, tile_for
 
 CONTEXTS = st.integers(1, 200_000)
 HEADS = st.integers(1, 64)
@@ -63,3 +63,12 @@ def test_the_order_of_a_sum_does_not_depend_on_the_width(gated: bool, residual: 
     for tile in tiles:
         assert tile.columns % (tile.vector * min(32 * tile.warps, tile.columns // tile.vector)) == 0
         assert tile.rows in (2, 4, 8)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@given(inputs=st.integers(1, 40_000), outputs=st.integers(1, 300_000))
+def test_a_prepared_tile_gives_every_thread_eight_inputs_of_a_pass_at_most(gated: bool, inputs: int, outputs: int) -> None:
+    tile = prepared_tile_for(inputs, outputs, gated=gated)
+    assert tile.columns == power_of_two(tile.columns) <= 256 * tile.warps
+    assert tile.warps in (1, 2, 4)
+    assert tile.columns // 2 < max(inputs, 8)

@@ -47,11 +47,11 @@ PROMPT = 126  # splits hold 128 positions, so that new rows fall on two of them
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Executor]:
     """A process in which Triton interprets kernels; it decides that where it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        with pytest.MonkeyPatch.context() as patch:  # for that process only: kernels are compiled here
+            patch.setenv("TRITON_INTERPRET", "1")
             process.submit(torch.set_num_threads, 2).result()
-            yield process
+        yield process
 
 
 def random_weights(config: LlamaConfig) -> Weights:
@@ -80,9 +80,18 @@ def random_weights(config: LlamaConfig) -> Weights:
     return Weights(embedding, layers, tensor(config.hidden, mean=1.0), head)
 
 
-@pytest.mark.parametrize(("family", "width"), [("llama", 3), ("qwen2", 1), ("qwen3", 2)])
-def test_a_step_is_the_pytorch_step(interpreter: Executor, family: str, width: int) -> None:
-    interpreter.submit(check_step, family, width).result()
+@pytest.mark.parametrize(
+    ("family", "width", "products"),
+    [("llama", 3, "fused"), ("qwen2", 1, "fused"), ("qwen3", 2, "fused"), ("qwen2", 2, "prepared"), ("qwen2", 2, "tensor")],
+)
+def test_a_step_is_the_pytorch_step(interpreter: Executor, family: str, width: int, products: Any) -> None:
+    interpreter.submit(check_step, family, width, products).result()
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["prepared", "tensor"])
+@pytest.mark.parametrize("kind", ["plain", "normed", "gated", "residual"])
+def test_a_product_is_that_of_float64_and_a_row_the_same_at_every_width(interpreter: Executor, kind: str, tensor: bool) -> None:
+    interpreter.submit(check_product, kind, tensor).result()
 
 
 def test_of_equal_logits_the_lowest_id_wins_and_one_that_is_not_finite_leaves_none(interpreter: Executor) -> None:
@@ -101,6 +110,38 @@ def test_products_compile_for_hopper(
     absent = dict.fromkeys(("peaks", "addend" if normed else "gain"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert "griddepcontrol.wait" in ptx(product, pointers, {"eps": "fp32"}, shape | wishes | absent)
+
+
+@pytest.mark.parametrize("inputs", [1024, 576])
+def test_prepared_products_compile_for_hopper_with_loads_of_16_bytes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inputs: int
+) -> None:
+    from decode_daemon.engine.cuda.prepared import prepared_product
+    from decode_daemon.engine.cuda.products import SLOTS
+
+    pointers = {"out": "bf16", "x": "fp32", "weight": "bf16", "squares": "i64"}
+    tile = {"rows": 2, "groups": 1, "columns": 512, "depth": 2, "width": 2, "slots": SLOTS}
+    wishes = {"normed": True, "gated": True, "residual": False, "biased": False, "peaked": False, "overlap": True}
+    absent = dict.fromkeys(("addend", "gain", "scaled", "next_squares", "peaks"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"inputs": inputs, "outputs": 512} | tile | wishes | absent
+    code = ptx(prepared_product, pointers, {"eps": "fp32"}, constants)
+    assert "griddepcontrol.wait" in code
+    assert ".v4.b32" in code
+    assert "ld.global.b16" not in code
+
+
+def test_tensor_products_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from decode_daemon.engine.cuda.products import SLOTS
+    from decode_daemon.engine.cuda.tensor import tensor_product
+
+    pointers = dict.fromkeys(("out", "x", "weight", "addend", "gain", "scaled"), "bf16") | {"next_squares": "i64"}
+    tile = {"inputs": 2048, "outputs": 512, "rows": 16, "groups": 4, "columns": 64, "depth": 2, "width": 2, "slots": SLOTS}
+    wishes = {"normed": False, "gated": False, "residual": True, "biased": False, "peaked": False, "overlap": True}
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = ptx(tensor_product, pointers, {"eps": "fp32"}, tile | wishes | dict.fromkeys(("squares", "peaks")))
+    assert "mma.sync" in code
+    assert "cp.async" in code
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -136,7 +177,66 @@ def ptx(kernel: Any, pointers: dict[str, str], scalars: dict[str, str], constant
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
-def check_step(family: str, width: int) -> None:
+def check_product(kind: str, tensor: bool) -> None:
+    from decode_daemon.engine.cuda.prepared import SQUARE, prepared_product
+    from decode_daemon.engine.cuda.tensor import tensor_product
+
+    inputs, outputs, gated = 72, 10, kind == "gated"
+    normed, residual = kind in ("normed", "gated"), kind == "residual"
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weight = random(2 * outputs if gated else outputs, inputs).bfloat16()
+    if tensor:
+        weight = weight.float()  # the interpreter's dot knows no bfloat16
+    x, before, bias, gain = random(8, inputs), random(8, outputs), random(outputs), random(outputs)
+    if not (normed or tensor):
+        x = x.bfloat16()  # as attention's and SiLU's results are
+    square = torch.rand(8, generator=generator) * inputs
+    squares = (square.double() * SQUARE.value).long()
+    rows = {}
+    for width in (1, 2, 4, 8):
+        out, scaled = before.clone(), torch.zeros(8, outputs)
+        next_squares = torch.zeros(8, dtype=torch.int64)
+        kernel, own, rows_of = (tensor_product, 8 if gated else 16, 16) if tensor else (prepared_product, 4, 2)
+        kernel[(-(-outputs // own),)](
+            *(out, x, weight, out if residual else bias, squares, gain, scaled, next_squares, None, 1e-5),
+            inputs=inputs,
+            outputs=outputs,
+            width=width,
+            rows=rows_of,
+            groups=2,
+            columns=16,
+            depth=2,
+            normed=normed,
+            gated=gated,
+            biased=not (residual or gated),
+            residual=residual,
+            peaked=False,
+            slots=1,
+            overlap=False,
+        )
+        rows[width] = out[:width], scaled[:width], next_squares[:width]
+    for width in (1, 2, 4):
+        for found, wide in zip(rows[width], rows[8], strict=True):
+            assert torch.equal(found, wide[:width])
+    y = x.double() @ weight.double().T
+    if normed:
+        y *= torch.rsqrt(square.double() / inputs + 1e-5)[:, None]
+    if gated:
+        y = torch.nn.functional.silu(y[:, :outputs]) * y[:, outputs:]
+    else:
+        y += before.double() if residual else bias.double()
+    torch.testing.assert_close(rows[8][0], y.float(), rtol=1e-5, atol=1e-5)
+    if residual:
+        torch.testing.assert_close(rows[8][1], (y * gain).float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(rows[8][2] / SQUARE.value, y.square().sum(1).float(), rtol=1e-5, atol=1e-5)
+
+
+def check_step(family: str, width: int, products: Any) -> None:
+    from decode_daemon.engine.cuda.plan import Plan
     from decode_daemon.engine.cuda.step import Step
 
     config = FAMILIES[family]
@@ -146,7 +246,7 @@ def check_step(family: str, width: int) -> None:
     reference.forward(ids[:PROMPT], 0)
     found = buckets(CONTEXT, config.kv_heads, config.head_dim)
     assert found[0].chunk == 128
-    step = Step(config, weights, CONTEXT, found[0].splits, overlap=False)
+    step = Step(config, weights, CONTEXT, found[0].splits, overlap=False, plan=Plan(products=products))
     step.cache.fill_(float("nan"))  # positions that nobody has written must not be read
     step.cache[:, :, :, :PROMPT] = reference.cache[:, :, :, :PROMPT]
     step.ids[:width] = ids[PROMPT:]
