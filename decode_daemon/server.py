@@ -237,12 +237,13 @@ class DecodeService(DecoderServicer):
         steps = self._runner.run(landed, slot.memory.view(landed.bytes), params)
         try:
             async for step in steps:
-                await self._write(context, _tokens(position, step))
-                position += len(step.ids)
-                held.owed = max(0, params.max_tokens - position)
+                # Counted first: a gateway that has read the last token may end the call at once.
                 self._metrics.tokens.inc(len(step.ids))
                 self._metrics.drafted.inc(step.drafted)
                 self._metrics.accepted.inc(step.accepted)
+                await self._write(context, _tokens(position, step))
+                position += len(step.ids)
+                held.owed = max(0, params.max_tokens - position)
         finally:
             await steps.aclose()
 
