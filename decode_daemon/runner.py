@@ -83,9 +83,10 @@ class EngineRunner:
             self._timings.converted(time.perf_counter() - began)
             began = time.perf_counter()
             for step in self._engine.decode(landed.prompt, landed.first_token, params, cancelled.is_set):
-                publish(step)
+                # Told before it is published: whoever has the last step may look at the metrics at once.
                 now = time.perf_counter()
                 self._timings.step(now - began, len(step.ids))
+                publish(step)
                 began = now
         finally:
             publish(None)
