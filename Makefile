@@ -1,6 +1,6 @@
 # make demo: set everything up, show both lanes side by side, stop.   make test: set up what is missing, test all.
 # make soak: the lease table under a minute of kills, freezes and a restart, counted.
-# make endurance: preemption, lost messages and restarts on a real vLLM, in loops.
+# make endurance: what the tests do a few times to a real stack, as clients that leave at the worst moments, many times over.
 # make fidelity: the same requests down both lanes of a real stack, compared field by field, in a table.
 .PHONY: setup model demo test tests soak endurance fidelity up lint
 

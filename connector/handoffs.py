@@ -32,6 +32,7 @@ class Outgoing:
     claim: SignedClaim
     prompt_tokens: int
     deadline: float | None
+    remind_at: float = 0.0  # the daemon has answered, or is asked again
     hellos: int = 0
     asked: Peer | None = None  # the daemon's transport when Begin was said: what it grants is that one's memory
     address: int | None = None

@@ -35,18 +35,21 @@ Address = tuple[str, int]
 _LINGER_MS = 1000  # for the last message to get out
 _MAX_LINKS = 128  # daemons come and go, and libzmq has 1,023 sockets
 _MAX_HELLOS = 2  # per handoff: a daemon that restarted asks for one more
+_LAST_WORDS = 64  # kept per daemon, which has at most 16 slots
 
 
 @dataclass(slots=True)
 class Link:
     """One daemon: its socket, and the transport peer once it said Welcome."""
 
+    name: bytes  # the socket's identity, of no other link
     socket: "zmq.Socket[bytes]"
     peer: Peer | None = None
     greeted: bool = False  # Hello has been said
     welcome: bool = False  # and Welcome has come back: Begin may be said
     stale: bool = False  # a write through the peer failed: connect anew once no handoff writes through it
     waiting: list[Outgoing] = field(default_factory=list)  # to begin when the daemon says Welcome
+    last_words: dict[str, Sent | Stopped | Abort] = field(default_factory=dict)  # by handoff, the latest last
 
 
 class Peers:
@@ -78,7 +81,7 @@ class Peers:
         if link is None:
             self._make_room(live)
             try:
-                link = Link(self._open(address))
+                link = self._open(address)
             except (zmq.ZMQError, UnicodeEncodeError) as error:
                 outgoing.withdraw(f"the daemon cannot be addressed: {error}")
                 return
@@ -96,6 +99,20 @@ class Peers:
         link = self._links.get(outgoing.peer_address)
         if link is not None:
             self._send(link, message)
+            link.last_words[outgoing.handoff_id] = message
+            if len(link.last_words) > _LAST_WORDS:
+                del link.last_words[next(iter(link.last_words))]
+
+    def remind(self, outgoing: Outgoing) -> None:
+        """Say again what the daemon has not answered: it, or the answer, may have been lost with a connection."""
+        link = self._links.get(outgoing.peer_address)
+        if link is None:
+            return
+        if not link.welcome:
+            link.greeted = False
+            self._greet(link)
+        elif outgoing.asked is not None:
+            self._ask(link, outgoing)
 
     def sockets(self) -> "list[zmq.Socket[bytes]]":
         """Return the open sockets."""
@@ -147,12 +164,12 @@ class Peers:
         self._poller.unregister(link.socket)  # a poller does not know a socket that is closed
         link.socket.close(linger=_LINGER_MS)
 
-    def _open(self, address: Address) -> "zmq.Socket[bytes]":
+    def _open(self, address: Address) -> Link:
         # A name of its own: the daemon's answers would go to the socket before this one while that one lingers.
-        identity = b"%s-%d" % (self._identity, next(self._sockets_opened))
-        socket = open_dealer(self._context, address, linger_ms=_LINGER_MS, identity=identity)
+        name = b"%s-%d" % (self._identity, next(self._sockets_opened))
+        socket = open_dealer(self._context, address, linger_ms=_LINGER_MS, identity=name)
         self._poller.register(socket, zmq.POLLIN)
-        return socket
+        return Link(name, socket)
 
     def _greet(self, link: Link) -> None:
         if not link.greeted:
@@ -164,8 +181,9 @@ class Peers:
         self._send(link, Begin(outgoing.claim, outgoing.prompt_tokens))
 
     def _send(self, link: Link, message: Hello | Begin | Sent | Stopped | Abort) -> None:
+        frames = [encode(message)] if isinstance(message, Hello) else [link.name, encode(message)]
         try:
-            link.socket.send(encode(message), zmq.NOBLOCK)
+            link.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             logger.warning("a daemon takes no messages; %s is lost", type(message).__name__)
 
@@ -180,11 +198,18 @@ class Peers:
             case Accepted() | Rejected() | Cancel():
                 found = next((o for o in outgoing.values() if o.handoff_id == message.handoff_id), None)
                 # A handoff names the daemon it belongs to: another daemon has no say in it.
-                if found is None or found.peer_address != address:
-                    return
-                self._on_answer(link, found, message)
+                if found is not None and found.peer_address == address:
+                    self._on_answer(link, found, message)
+                elif isinstance(message, Cancel):
+                    self._repeat(link, message.handoff_id)
             case Waiting():
-                pass  # that it came is all the daemon wants
+                self._repeat(link, message.handoff_id)
+
+    def _repeat(self, link: Link, handoff_id: str) -> None:
+        """Say a handoff's last word again; that a message came is all the daemon wants to know of one under way."""
+        last = link.last_words.get(handoff_id)
+        if last is not None:
+            self._send(link, last)
 
     def _on_welcome(self, link: Link, message: Welcome, outgoing: Mapping[str, Outgoing]) -> None:
         if message.protocol != PROTOCOL_VERSION:
@@ -211,6 +236,8 @@ class Peers:
                 outgoing.accept(message.address, message.length, outgoing.asked)
         elif isinstance(message, Cancel):
             outgoing.withdraw(f"cancelled by the daemon: {message.reason}", cancelled=True)
+        elif outgoing.address is not None or any(one is outgoing for one in link.waiting):
+            pass  # to a Begin that was said again: the one before it has been answered
         elif message.hello and outgoing.hellos < _MAX_HELLOS:
             outgoing.hellos += 1
             if link.welcome:  # otherwise another handoff's rejection has led to a Hello already

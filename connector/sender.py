@@ -25,6 +25,7 @@ logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own log
 
 _BUSY_POLL_S = 0.0002  # while writes are in flight; a block of SmolLM2 takes about as long
 _IDLE_POLL_MS = 1000
+_REMIND_S = 1.0  # after which a daemon that has not answered is asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,8 @@ class Sender:
             self._counters.failed("internal")
 
     def _on_open(self, request_id: str, claim: SignedClaim, prompt_tokens: int) -> None:
-        outgoing = Outgoing(request_id, claim, prompt_tokens, deadline=time.monotonic() + self._limits.accept)
+        now = time.monotonic()
+        outgoing = Outgoing(request_id, claim, prompt_tokens, deadline=now + self._limits.accept, remind_at=now + _REMIND_S)
         self._outgoing[request_id] = outgoing
         self._peers.begin(outgoing, self._outgoing)
 
@@ -220,6 +222,9 @@ class Sender:
             outgoing.abandon(list(outgoing.transfers))
         if outgoing.ended and not outgoing.transfers:
             self._settle(outgoing)
+        elif outgoing.address is None and time.monotonic() > outgoing.remind_at:
+            outgoing.remind_at = time.monotonic() + _REMIND_S
+            self._peers.remind(outgoing)
 
     def _post(self, outgoing: Outgoing) -> None:
         peer = outgoing.peer

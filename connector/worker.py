@@ -32,6 +32,9 @@ _FENCE_S = 0.5  # vLLM's step waits for it, and with it every user
 # While blocks are held vLLM takes one empty step after another, as fast as it can. Each of them waits so long: the sender's
 # thread, which shares the interpreter with them, would otherwise get the least of it. A new request waits no longer than that.
 _REST_S = 0.002
+# Each further one waits twice as long, up to this. Between two steps the processes of several ranks spin, and a daemon that
+# shares their cores may get too little of them to answer: some were silent for as long as blocks were held for their answer.
+_LONGEST_REST_S = 0.032
 
 
 class WorkerSide:
@@ -48,6 +51,7 @@ class WorkerSide:
         self._finished: set[str] = set()  # vLLM has finished these; it waits to hear that their blocks are free
         self._opened: set[str] = set()
         self._resting = False  # in a step that computes nothing
+        self._rest_s = _REST_S
         # Engines of a data-parallel group step together: the others may compute in a step that is empty here.
         self._may_rest = config.parallel_config.data_parallel_size == 1
         self._stack = ExitStack()
@@ -99,6 +103,8 @@ class WorkerSide:
         """Before the forward: ask daemons for landing regions, so that the answer is here when the first chunk is."""
         # The scheduler's word: where vLLM calls start_load_kv after the forward, its arguments look the same in every step.
         self._resting = self._may_rest and not metadata.computes
+        if metadata.computes:
+            self._rest_s = _REST_S
         self._saved.clear()
         self._opened |= {opening.request_id for opening in metadata.openings}
         if not self._writes:
@@ -153,7 +159,8 @@ class WorkerSide:
         if self._writes:
             sender = self._require_sender()
             if self._resting:
-                sender.wait_for_any(self._finished, _REST_S)
+                sender.wait_for_any(self._finished, self._rest_s)
+                self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
             done = sender.settled(self._finished)
             sender.forget(done)
         else:  # nobody reads this rank's copy; vLLM waits for every rank's word

@@ -32,7 +32,7 @@ from handoff.messages import ModelIdentity
 from handoff.transport import TransportError
 from handoff.transports import open_transport
 from leases import Advertiser, LeasesUnavailable, LeaseTable, Node
-from process.errors import ConfigError, PortBusyError
+from process.errors import ConfigError, PortBusyError, ProcessError
 from process.metrics import serve_metrics
 from process.signals import StopSignal
 
@@ -60,8 +60,20 @@ async def serve(settings: DaemonSettings) -> None:
     """Run a daemon until SIGTERM or SIGINT, then let running requests finish."""
     async with StopSignal() as stop, _told(running(settings)) as daemon:
         log.info("daemon ready", node=daemon.node.node_id, decode=daemon.node.decode_endpoint, slots=daemon.node.slots)
-        await stop.wait()
+        await stopped(stop, daemon.runner)
         log.info("draining", seconds=settings.drain_timeout_s)
+
+
+async def stopped(stop: StopSignal, runner: EngineRunner) -> None:
+    """Wait for a stop signal; raises ProcessError when the engine is lost before: its slots must not be given out any more."""
+    ways = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(runner.lost())
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+    if not stop.received:
+        raise ProcessError(str(ways[1].result()))
 
 
 @asynccontextmanager
@@ -82,6 +94,7 @@ class Daemon:
     node: Node
     slots: list[LandingSlot]
     service: DecodeService
+    runner: EngineRunner
     presence: Presence
     grammars: Grammars
     metrics: DaemonMetrics
@@ -202,7 +215,7 @@ async def running(settings: DaemonSettings) -> AsyncIterator[Daemon]:
         stack.push_async_callback(service.settle)
         stack.push_async_callback(server.stop, _FAREWELL_S)
         stack.push_async_callback(_drain, service, presence, advertiser, settings.drain_timeout_s)
-        yield Daemon(node, slots, service, presence, grammars, metrics, metrics_port)
+        yield Daemon(node, slots, service, runner, presence, grammars, metrics, metrics_port)
 
 
 async def _drain(service: DecodeService, presence: Presence, advertiser: Advertiser, seconds: float) -> None:
@@ -230,6 +243,8 @@ def _load(settings: DaemonSettings, pace: Pace) -> Engine:
         pin=settings.pin_threads,
         cache_dir=settings.cache_dir,
         speculation=settings.speculation,
+        tensor_parallel=settings.tensor_parallel,
+        weights_as=settings.weights,
     )
     # The first steps pay for allocations and thread pools: not the first user.
     # Without drafts, whose share no warm-up foretells: the pace begins with what a token takes at the most.

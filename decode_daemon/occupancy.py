@@ -67,8 +67,16 @@ class Occupancy:
     writers: dict[int, Writer] = field(default_factory=dict)  # by shard
     final: Final | None = None
     started: float | None = None
+    cancelled: str | None = None  # why the writers were told to stop
     decoding: bool = False
     owed: int = 0  # output tokens that the engine may still have to make for it
+
+    def repeats(self, writer: Writer) -> bool:
+        """Whether this rank writes already, by the same link: its Begin comes again where the answer may have been lost."""
+        known = self.writers.get(writer.shard)
+        if known is None or not known.active or known.lost:
+            return False
+        return (known.identity, known.engine, known.tokens) == (writer.identity, writer.engine, writer.tokens)
 
     def admit(self, writer: Writer, room: int, now: float) -> int:
         """Let a rank write its shard into a region of `room` bytes; returns where its part begins.

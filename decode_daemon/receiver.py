@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from decode_daemon.expectation import Expectation
-from decode_daemon.slots import LandingSlot, SlotRefused, Writer
+from decode_daemon.slots import LandingSlot, Occupancy, SlotRefused, Writer
 from handoff.claim import Claim, ClaimError, ClaimKeys, SignedClaim
 from handoff.layout import KVLayout
 from handoff.messages import (
@@ -43,8 +43,10 @@ log = structlog.get_logger(__name__)
 _MAX_CONNECTORS = 4096
 _MAX_LAYOUTS = 64
 # How soon it is found out that a writer has died. Its process's end closes the connection at once, its host's end is noticed
-# by ZeroMQ's own heartbeat; a connection that was only interrupted is back within two looks.
+# by ZeroMQ's own heartbeat. One that was only interrupted tries to connect every 1.1 s (`connector.sockets`), and is back
+# before so many looks have missed it.
 _LOOK_S = 1.0
+_MISSED_LOOKS = 3
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 6_000
 
@@ -79,7 +81,7 @@ class Receiver:
         self._slots: list[LandingSlot] = []
         self._connectors: OrderedDict[bytes, _Connector] = OrderedDict()
         self._layouts: dict[KVLayout, KVLayout] = {}  # by itself: connectors of one layout share one object
-        self._missed: set[bytes] = set()  # writers that could not be reached since the last look
+        self._missed: dict[bytes, int] = {}  # writers that could not be reached, and in how many looks on end
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -121,10 +123,11 @@ class Receiver:
     async def _receive(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
-            if len(frames) != 2:
+            if not 2 <= len(frames) <= 3:
                 log.warning("control message of the wrong form", frames=len(frames))
                 continue
-            identity, frame = frames
+            # The link's name before the socket's: a connection that broke may have got another (`handoff.messages`).
+            identity, frame = frames[-2:]
             try:
                 self._handle(identity, decode_for_daemon(frame))
             except MessageError as error:
@@ -136,8 +139,7 @@ class Receiver:
         while True:
             identity, message = await self._replies.get()
             try:
-                if not await self._delivered(identity, message) and isinstance(message, Cancel):
-                    self._missed.add(identity)  # if the next look does not reach it either, nobody will answer Stopped
+                await self._delivered(identity, message)  # where it matters that it was not, the message is said again
             except Exception:
                 log.exception("a message was not sent; others go on", lost=type(message).__name__)
 
@@ -151,16 +153,15 @@ class Receiver:
                 log.exception("looking after the writers failed; it goes on")
 
     async def _look(self) -> None:
-        missed, self._missed = self._missed, set()
         gone: set[bytes] = set()
         for held in [held for slot in self._slots if (held := slot.watched)]:
             # One that has said Sent or Stopped owes nothing, and may go.
             for identity in [writer.identity for writer in held.writers.values() if writer.active and not writer.lost]:
-                if not await self._delivered(identity, Waiting(held.handoff_id, held.epoch)):
+                if not await self._delivered(identity, _reminder(held)):
                     gone.add(identity)
-        for identity in gone & missed:
+        self._missed = {identity: self._missed.get(identity, 0) + 1 for identity in gone}
+        for identity in [identity for identity, looks in self._missed.items() if looks >= _MISSED_LOOKS]:
             self._lost(identity)
-        self._missed |= gone
 
     async def _delivered(self, identity: bytes, message: ToConnector) -> bool:
         """Send; returns False where the connector is not connected. Never waits: one that reads nothing delays nobody."""
@@ -230,15 +231,17 @@ class Receiver:
             writer = Writer(
                 identity, connector.shard, connector.shards, connector.layout, begin.tokens, engine=connector.engine
             )
-            slot.expects(writer, claim.handoff_id, claim.epoch)  # first: a replay must not end what began in time
-            self._unexpired(begin.claim, slot)
-            address, length = slot.begin(writer, claim.handoff_id, claim.epoch, time.monotonic())
+            region = slot.region_of(writer, claim.handoff_id, claim.epoch)
+            if region is None:
+                slot.expects(writer, claim.handoff_id, claim.epoch)  # first: a replay must not end what began in time
+                self._unexpired(begin.claim, slot)
+                region = slot.begin(writer, claim.handoff_id, claim.epoch, time.monotonic())
         except (SlotRefused, ClaimError) as error:
             log.warning("writer refused", handoff=handoff_id, reason=str(error))
             self.send(identity, Rejected(handoff_id, str(error)))
             return
         self._transport.nudge()
-        self.send(identity, Accepted(handoff_id, address, length))
+        self.send(identity, Accepted(handoff_id, *region))
 
     def _generation(self) -> int:
         return sum(slot.memory.generation for slot in self._slots)
@@ -265,3 +268,10 @@ class Receiver:
             if slot.holds(handoff_id):
                 return slot
         raise SlotRefused("unknown_handoff", f"no slot waits for handoff {handoff_id}")
+
+
+def _reminder(held: Occupancy) -> Cancel | Waiting:
+    """Return what a writer that has yet to say its last word is told: again, since it may have missed it."""
+    if held.cancelled is not None:
+        return Cancel(held.handoff_id, held.epoch, held.cancelled)
+    return Waiting(held.handoff_id, held.epoch)

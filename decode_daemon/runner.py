@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from decode_daemon.convert import convert
-from decode_daemon.engine.protocol import DecodeParams, Engine, Step
+from decode_daemon.engine.protocol import DecodeParams, Engine, EngineLostError, Step
 from decode_daemon.slots import Landed
 
 
@@ -33,12 +33,20 @@ class EngineRunner:
         self._engine = engine
         self._timings = timings
         self._turn = asyncio.Lock()
+        self._lost = asyncio.Event()
+        self._why: EngineLostError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
     @property
     def idle(self) -> bool:
         """Whether a request would be decoded at once."""
         return not self._turn.locked()
+
+    async def lost(self) -> EngineLostError:
+        """Wait until the engine can do nothing any more; return why."""
+        await self._lost.wait()
+        assert self._why is not None
+        return self._why
 
     async def run(self, landed: Landed, memory: torch.Tensor, params: DecodeParams) -> AsyncGenerator[Step, None]:
         """Convert, inject, decode: yields each step when it is known. Raises EngineError.
@@ -55,7 +63,7 @@ class EngineRunner:
 
         job = loop.run_in_executor(self._thread, self._drive, landed, memory, params, cancelled, publish)
         # The turn ends with the engine's work, not with the reader's: a slow reader delays nobody.
-        job.add_done_callback(lambda _: self._turn.release())
+        job.add_done_callback(self._end_turn)
         try:
             while (step := await steps.get()) is not None:
                 yield step
@@ -67,6 +75,13 @@ class EngineRunner:
     def close(self) -> None:
         """Wait for the thread to end."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _end_turn(self, job: "asyncio.Future[None]") -> None:
+        self._turn.release()
+        error = None if job.cancelled() else job.exception()
+        if isinstance(error, EngineLostError):
+            self._why = error
+            self._lost.set()
 
     def _drive(
         self,
@@ -88,6 +103,9 @@ class EngineRunner:
                 self._timings.step(now - began, len(step.ids))
                 publish(step)
                 began = now
+        except torch.AcceleratorError as error:
+            # The process's context on that GPU answers every later call so.
+            raise EngineLostError(f"the GPU failed: {error}. Restart the daemon") from error
         finally:
             publish(None)
 

@@ -30,6 +30,18 @@ class DaemonSettings(ProcessSettings):
         description="What computes a step: kernels for CUDA on GPUs from Hopper on, native code where it can be built, PyTorch "
         "elsewhere; or only the one named.",
     )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="GPUs of this machine that compute each step together, the first ones that are visible. It must divide "
+        "the model's heads, KV heads and inner size.",
+    )
+    weights: Literal["as-is", "fp8"] = Field(
+        "as-is",
+        description="How the CUDA step keeps the layers' matrices: as the model has them, or rounded to fp8 (e4m3, one scale a "
+        "row) when they are loaded. fp8 halves their bytes and changes numerics: answers differ from plain vLLM's, which "
+        "decodes with the model's own weights.",
+    )
     pin_threads: bool = Field(True, description="Keep the native step's threads on cores of their own when they fill them all.")
     cache_dir: Path | None = Field(None, description="Where native code is built; default: $XDG_CACHE_HOME/anchorleg.")
     speculation: Literal["off", "ngram"] = Field(

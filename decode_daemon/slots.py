@@ -118,6 +118,12 @@ class LandingSlot:
         self._held = Occupancy(handoff_id, epoch, asyncio.get_running_loop().create_future())
         return self._held
 
+    def region_of(self, writer: Writer, handoff_id: str, epoch: int) -> tuple[int, int] | None:
+        """Return what `begin` has returned to this rank, None where it has not begun by this link; raises SlotRefused."""
+        if not self._expect(handoff_id, epoch).repeats(writer):
+            return None
+        return self.memory.address + writer.shard * writer.length, writer.length
+
     def expects(self, writer: Writer, handoff_id: str, epoch: int) -> None:
         """Raise SlotRefused unless this rank's shard is one that the handoff still waits for."""
         self._expect(handoff_id, epoch).expects(writer)
@@ -170,6 +176,7 @@ class LandingSlot:
         if self._held is not occupancy:
             return
         self._held, self._draining = None, occupancy
+        occupancy.cancelled = reason
         self._drained.clear()
         if not occupancy.landed.done():
             occupancy.landed.cancel()

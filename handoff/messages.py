@@ -4,7 +4,12 @@ A KV cache comes in shards, one from each tensor-parallel rank that holds heads 
 per rank that writes) says Hello once, then Begin / Sent / Abort for each handoff. The scheduler side says Final, which carries
 what only it knows. The daemon answers Welcome or Refused, Accepted or Rejected, and Cancel when it no longer wants a handoff; a
 worker answers Cancel with Stopped once none of its writes is in flight, which is what lets the daemon reuse the memory. Waiting
-needs no answer: where it cannot be delivered, that writer is gone.
+asks a writer that has said its last word of the handoff to say it again; where it cannot be delivered, that writer is gone.
+
+A worker's socket to a daemon is a link, whose name is the socket's ZeroMQ identity. It goes in a frame before each message but
+Hello, which daemons of every version shall read: what was read from a connection that has broken comes from an identity that
+ZeroMQ made up, once the link has connected again. What was on its way then may be lost, so Hello, Begin, Cancel and last words
+are said again until they are answered, and mean the same as said once.
 """
 
 import msgspec
@@ -12,8 +17,9 @@ import msgspec
 from handoff.claim import SignedClaim
 from handoff.layout import KVLayout
 
-# 1: one rank. 2: shards of several ranks, layouts of several kinds of block, Waiting. 3: landing memory on GPUs.
-PROTOCOL_VERSION = 3
+# 1: one rank. 2: shards of several ranks, layouts of several kinds of block, Waiting. 3: landing memory on GPUs. 4: messages
+# name their link, and are repeated.
+PROTOCOL_VERSION = 4
 
 MAX_MESSAGE_BYTES = 16 << 20  # a Final with a million prompt tokens is 4 MB
 
@@ -130,7 +136,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The daemon still waits for this handoff, of which the worker is a writer."""
+    """The daemon still waits for this handoff, of which the worker is a writer that has not said Sent."""
 
     handoff_id: str
     epoch: int

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.ceilings import ceilings
-from benchmarks.gpu.checks import CASES, check
+from benchmarks.gpu.checks import CASES, FP8_CASES, check
 from benchmarks.gpu.shapes import SHAPES, hugging_face
 from benchmarks.gpu.steps import CONTEXTS, StepTime, step_times
+from decode_daemon.engine.cuda.quantized import WeightsKind
 
 BUS = 4.35e12  # bytes per second that an H200's steps are held against
 
@@ -24,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--only", nargs="*", choices=("checks", "ceilings", "steps", "vllm"), help="parts, all by default")
     parser.add_argument("--models", nargs="*", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--weights", choices=("as-is", "fp8"), default="as-is", help="of the steps; fp8: only its checks")
     parser.add_argument("--vllm-site", type=Path, help="site-packages of a vLLM; without it vLLM is left out")
     parser.add_argument("--no-overlap", action="store_true", help="without programmatic dependent launch")
     parser.add_argument("--json", type=Path, help="where to write all figures")
@@ -31,7 +33,7 @@ def main() -> int:
     device, overlap = torch.device("cuda", 0), not options.no_overlap
     wanted = options.only or ("checks", "ceilings", "steps", "vllm")
     figures: dict[str, Any] = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__}
-    failed = _checks(device, overlap, figures) if "checks" in wanted else 0
+    failed = _checks(device, overlap, options.weights, figures) if "checks" in wanted else 0
     if "ceilings" in wanted:
         figures["ceilings"] = ceilings(device)
         print(
@@ -39,7 +41,7 @@ def main() -> int:
         )
     times: list[StepTime] = []
     for name in options.models if "steps" in wanted else ():
-        times += step_times(name, device, overlap=overlap)
+        times += step_times(name, device, overlap=overlap, weights_as=options.weights)
         torch.cuda.empty_cache()
     figures["steps"] = [one.as_json() for one in times]
     _table(times, {}, figures.get("ceilings", {}).get("read"))
@@ -56,9 +58,15 @@ def _write(path: Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(figures, indent=1))
 
 
-def _checks(device: torch.device, overlap: bool, figures: dict[str, Any]) -> int:
-    """Print every comparison of every case; return how many failed."""
-    done = [one for case, config in CASES.items() for one in check(case, config, device, overlap=overlap)]
+def _checks(device: torch.device, overlap: bool, weights: WeightsKind, figures: dict[str, Any]) -> int:
+    """Print every comparison of every case, with fp8 `weights` of theirs only; return how many failed."""
+    kinds: tuple[WeightsKind, ...] = ("fp8",) if weights == "fp8" else ("as-is", "fp8")
+    done = [
+        one
+        for kind in kinds
+        for case, config in (FP8_CASES if kind == "fp8" else CASES).items()
+        for one in check(case, config, device, overlap=overlap, weights_as=kind)
+    ]
     for one in done:
         print(f"{'ok    ' if one.met else 'FAILED'} {one.case}: {one.what} {one.value:.4g} (at most {one.limit:.4g})")
     failed = sum(not one.met for one in done)

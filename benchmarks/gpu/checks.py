@@ -7,6 +7,7 @@ import torch
 from benchmarks.gpu.shapes import LLAMA_8B, random_weights
 from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.cuda.model import CudaModel, on_device
+from decode_daemon.engine.cuda.quantized import WeightsKind, quantized
 from decode_daemon.engine.model import LlamaModel
 
 _SMALL = replace(
@@ -17,6 +18,10 @@ CASES = {
     "llama, tied, dim 64, 3 heads a KV head": replace(_SMALL, hidden=576, heads=9, kv_heads=3, head_dim=64, tied=True),
     "qwen2: bias, 7 heads a KV head": replace(_SMALL, heads=14, head_dim=64, qkv_bias=True, rope_scaling=None),
     "qwen3: QK norm": replace(_SMALL, qk_norm=True, kv_heads=8, rope_scaling=None),
+}
+FP8_CASES = {
+    "fp8 weights": _SMALL,
+    "fp8 weights, whole passes": replace(_SMALL, hidden=1024, intermediate=4096),
 }
 _PROMPT = 1013  # so that widths up to 8 and the greedy steps cross from the first bucket into the second, at 1,024
 _CONTEXT = 2500
@@ -38,12 +43,24 @@ class Check:
         return self.value <= self.limit
 
 
-def check(case: str, config: LlamaConfig, device: torch.device, *, overlap: bool = True) -> list[Check]:
-    """Return all comparisons for a model of `config` with random bfloat16 weights."""
+def check(
+    case: str,
+    config: LlamaConfig,
+    device: torch.device,
+    *,
+    overlap: bool = True,
+    ranks: int = 1,
+    weights_as: WeightsKind = "as-is",
+) -> list[Check]:
+    """Return all comparisons for a model of `config` with random bfloat16 weights, on `ranks` GPUs.
+
+    With `weights_as` "fp8" what it is held against is computed with the rounded weights, in bfloat16 and in float32.
+    """
     weights = random_weights(config, torch.bfloat16, device, seed=11, scale=_SCALE)
-    exact = LlamaModel(config, on_device(weights, device, torch.float32), _CONTEXT)
-    plain = LlamaModel(config, weights, _CONTEXT)
-    model = CudaModel(config, weights, _CONTEXT, device=device, overlap=overlap)
+    model = CudaModel(config, weights, _CONTEXT, device=device, overlap=overlap, ranks=ranks, weights_as=weights_as)
+    held = quantized(weights, device).dequantized(torch.float32) if weights_as == "fp8" else weights
+    exact = LlamaModel(config, on_device(held, device, torch.float32), _CONTEXT)
+    plain = LlamaModel(config, on_device(held, device, torch.bfloat16), _CONTEXT)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, config.vocab_size, (_PROMPT + 16,), generator=generator).to(device)
     exact.forward(ids[:_PROMPT], 0)
@@ -55,13 +72,15 @@ def check(case: str, config: LlamaConfig, device: torch.device, *, overlap: bool
     written = slice(_PROMPT, _PROMPT + 16)
     kv = model.cache[:, :, :, written].clone()
     plain_logits = plain.forward(ids[_PROMPT:], _PROMPT)
-    return [
+    checks = [
         # Added in another order, bfloat16 is as wrong as the PyTorch step's own; half as much again is room.
         Check(case, "logits, relative error", _error(found, wanted), 1.5 * _error(plain_logits, wanted)),
         Check(case, "KV written, relative error", _error(kv, exact.cache[:, :, :, written]), 0.02),
         *_widths(case, model, ids, found, kv),
         *_greedy(case, model, exact, int(ids[_PROMPT])),
     ]
+    model.close()
+    return checks
 
 
 def _widths(case: str, model: CudaModel, ids: torch.Tensor, logits: torch.Tensor, kv: torch.Tensor) -> list[Check]:

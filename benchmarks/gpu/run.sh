@@ -6,8 +6,9 @@
 #   benchmarks/gpu/run.sh install STAGE...  joins and unpacks all pieces, then runs the stages in this order
 #   benchmarks/gpu/run.sh STAGE...          when they have been unpacked
 #
-# Stages: environment, steps-1B, steps-8B (decode steps beside vLLM's), probe, wire-8B, wire-1B, wire-host (the handoff's bytes),
-# handoff-1B-NHD, handoff-1B-HND, handoff-8B-NHD, handoff-8B-HND (vLLM to engine, element by element).
+# Stages: environment, checks (of the decode step), steps-1B, steps-8B (decode steps beside vLLM's), parallel (two GPUs), probe,
+# wire-8B, wire-1B, wire-host (the handoff's bytes), handoff-1B-NHD, handoff-1B-HND, handoff-8B-NHD, handoff-8B-HND (vLLM to
+# engine, element by element).
 # Everything printed goes to $OUT/log too; figures and the other processes' logs to $OUT/out.tar.gz, written anew after each
 # stage. The exit status counts the stages that failed.
 set -uo pipefail
@@ -89,6 +90,8 @@ for wanted in "$@"; do
     case $wanted in
         install) stage install 90 bash -c install; [ "$failed" = 0 ] || break ;;
         environment) stage environment 60 bash -c environment ;;
+        checks) stage checks 120 python3 -m benchmarks.gpu --only checks ;;
+        parallel) stage parallel 120 python3 -m benchmarks.gpu.parallel --gpus 2 --models 8B --json "$out/parallel.json" ;;
         steps-*) stage "$wanted" 160 bash -c "steps ${wanted#*-}" ;;
         probe) stage probe 60 bash -c probe ;;
         wire-host) stage "$wanted" 90 bash -c 'wire host --model 8B --land-on-host' ;;

@@ -60,12 +60,16 @@ def random_weights(
     return Weights(embedding=embedding, layers=layers, final_norm=tensor(config.hidden, mean=1.0), head=head)
 
 
-def step_bytes(config: LlamaConfig, context: int, element_bytes: int = 2) -> int:
-    """Return what a step must read: every matrix once, and K and V of `context` positions. The embedding is a few rows."""
+def step_bytes(config: LlamaConfig, context: int, element_bytes: int = 2, layer_bytes: int | None = None) -> int:
+    """Return what a step must read: every matrix once, and K and V of `context` positions. The embedding is a few rows.
+
+    A weight of the layers has `layer_bytes`, the head's and the cache's elements `element_bytes`, which is the default of both.
+    """
     dim = config.head_dim
     attention = config.hidden * (2 * config.heads + 2 * config.kv_heads) * dim
-    matrices = config.layers * (attention + 3 * config.hidden * config.intermediate) + config.vocab_size * config.hidden
-    return element_bytes * (matrices + context * config.layers * 2 * config.kv_heads * dim)
+    matrices = config.layers * (attention + 3 * config.hidden * config.intermediate)
+    rest = config.vocab_size * config.hidden + context * config.layers * 2 * config.kv_heads * dim
+    return (layer_bytes or element_bytes) * matrices + element_bytes * rest
 
 
 def hugging_face(config: LlamaConfig) -> dict[str, Any]:

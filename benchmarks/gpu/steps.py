@@ -11,6 +11,7 @@ from benchmarks.gpu.ceilings import seconds
 from benchmarks.gpu.shapes import SHAPES, random_weights, step_bytes
 from decode_daemon.engine.cuda.buckets import bucket_of
 from decode_daemon.engine.cuda.model import CudaModel
+from decode_daemon.engine.cuda.quantized import WeightsKind
 
 CONTEXTS = (1024, 8192, 32768)
 WIDTHS = (1, 4)
@@ -41,12 +42,22 @@ class StepTime:
 
 
 def step_times(
-    name: str, device: torch.device, *, overlap: bool = True, contexts: tuple[int, ...] = CONTEXTS
+    name: str,
+    device: torch.device,
+    *,
+    overlap: bool = True,
+    contexts: tuple[int, ...] = CONTEXTS,
+    weights_as: WeightsKind = "as-is",
 ) -> list[StepTime]:
-    """Time steps of a shape in bfloat16 with random weights and a random cache."""
+    """Time steps of a shape in bfloat16 with random weights, kept as `weights_as` says, and a random cache."""
     config = SHAPES[name]
-    weights = random_weights(config, torch.bfloat16, device)
-    model = CudaModel(config, weights, max(contexts) + _ROOM, device=device, widths=WIDTHS, overlap=overlap)
+    model = CudaModel(
+        *(config, random_weights(config, torch.bfloat16, device), max(contexts) + _ROOM),
+        device=device,
+        widths=WIDTHS,
+        overlap=overlap,
+        weights_as=weights_as,
+    )
     model.cache.normal_()
     return [
         StepTime(
@@ -55,7 +66,7 @@ def step_times(
             width=width,
             ms=queued_ms(model, context, width),
             greedy_ms=greedy_ms(model, context) if width == 1 else None,
-            step_bytes=step_bytes(config, context),
+            step_bytes=step_bytes(config, context, layer_bytes=1 if weights_as == "fp8" else None),
         )
         for context in contexts
         for width in WIDTHS

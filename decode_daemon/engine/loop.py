@@ -11,6 +11,8 @@ import torch
 
 from decode_daemon.engine.acceptance import Limits, Verdict, judge
 from decode_daemon.engine.config import LlamaConfig
+from decode_daemon.engine.cuda.quantized import WeightsKind, check_quantizable
+from decode_daemon.engine.cuda.shards import check_divisible
 from decode_daemon.engine.limits import check_lengths
 from decode_daemon.engine.protocol import DecodeParams, EngineDescription, EngineError, Step
 from decode_daemon.engine.sampling import Choice, Sampler
@@ -41,13 +43,15 @@ class LlamaEngine:
         pin: bool = True,
         cache_dir: Path | None = None,
         speculation: SpeculationKind = "off",
+        tensor_parallel: int = 1,
+        weights_as: WeightsKind = "as-is",
     ) -> "LlamaEngine":
         """Load a Hugging Face folder and allocate a KV cache of `context_tokens` positions.
 
         `dtype` (bfloat16 or float32) is that of weights and cache. `threads` is also PyTorch's thread count, which is one
-        for the whole process; None leaves that alone. `step`, `pin` and `cache_dir`: see `choose_step`. `speculation`: what
-        drafts tokens, where the step can verify them exactly. Raises EngineError for a model, dtype or context that the engine
-        cannot run, and for a step that this machine cannot.
+        for the whole process; None leaves that alone. For `step`, `pin`, `cache_dir`, `tensor_parallel` and `weights_as`
+        see `choose_step`. `speculation`: what drafts tokens, where the step can verify them exactly. Raises EngineError for a
+        model, dtype or context that the engine cannot run, and for a step that this machine cannot.
         """
         if dtype not in _DTYPES:
             raise EngineError(f"dtype {dtype} is not supported: choose torch.bfloat16 or torch.float32")
@@ -59,8 +63,19 @@ class LlamaEngine:
             )
         if threads is not None:
             torch.set_num_threads(threads)
+        check_divisible(config, tensor_parallel)  # before the minutes that reading a large model may take
+        if weights_as == "fp8":
+            check_quantizable(config, tensor_parallel, step)
         weights = load_weights(model_dir, config, dtype)
-        model = choose_step(config, weights, context_tokens, step=step, threads=threads, pin=pin, cache_dir=cache_dir)
+        model = choose_step(
+            *(config, weights, context_tokens),
+            step=step,
+            threads=threads,
+            pin=pin,
+            cache_dir=cache_dir,
+            tensor_parallel=tensor_parallel,
+            weights_as=weights_as,
+        )
         return cls(model, Speculation.of(speculation, model))
 
     def describe(self) -> EngineDescription:

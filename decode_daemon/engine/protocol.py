@@ -16,6 +16,10 @@ class EngineError(Exception):
     """The engine cannot do what was asked: the message names the value and the way out."""
 
 
+class EngineLostError(EngineError):
+    """The engine can do nothing any more: its process has to start anew."""
+
+
 class FinishReason(StrEnum):
     """Why decoding ended, in OpenAI's words."""
 

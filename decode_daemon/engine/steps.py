@@ -11,6 +11,7 @@ from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.cpu.build import BuildError, library
 from decode_daemon.engine.cpu.cores import physical_cores, usable_cores
 from decode_daemon.engine.cpu.native import INSTRUCTIONS, Library, NativeModel, unsupported
+from decode_daemon.engine.cuda.quantized import WeightsKind, check_quantizable
 from decode_daemon.engine.model import LlamaModel
 from decode_daemon.engine.protocol import EngineError
 from decode_daemon.engine.weights import Weights
@@ -71,20 +72,30 @@ def choose_step(
     threads: int | None = None,
     pin: bool = True,
     cache_dir: Path | None = None,
+    tensor_parallel: int = 1,
+    weights_as: WeightsKind = "as-is",
 ) -> StepModel:
     """Return the fastest `StepModel` this machine can run, and log the choice in one line.
 
     `step` "cuda", "native" and "torch" allow only that one. `threads` None means one for each physical core the process may
     use. `pin` keeps each native thread on a core of its own while it computes, when together they take every core of the
     process; which of more cores are free only the machine's owner knows (`taskset`, cpusets). `cache_dir` is where libraries
-    are built. Raises EngineError when "cuda" or "native" is wanted and impossible, naming the reason.
+    are built. Several GPUs compute each step together with `tensor_parallel` above 1, and nothing else then does. The layers'
+    matrices are quantized with `weights_as` "fp8", which only the CUDA step can. Raises EngineError when "cuda", "native" or
+    "fp8" is wanted and impossible, naming the reason.
     """
+    if weights_as == "fp8":
+        check_quantizable(config, tensor_parallel, step)
     reasons: list[str] = []
+    if tensor_parallel > 1 and step not in ("auto", "cuda"):
+        raise EngineError(f"tensor_parallel is {tensor_parallel}, which only the CUDA step can: choose step cuda, not {step}")
     if step in ("auto", "cuda"):
         try:
-            return _cuda(config, weights, context_tokens)
+            return _cuda(config, weights, context_tokens, tensor_parallel, weights_as)
         except _NoCudaError as error:
-            if step == "cuda":
+            if weights_as == "fp8":
+                raise EngineError(f"fp8 weights need the CUDA step, which is not possible here: {error}") from error
+            if step == "cuda" or tensor_parallel > 1:
                 raise EngineError(f"the CUDA step is not possible here: {error}") from error
             if torch.cuda.is_available():  # without a GPU there is nothing to explain
                 reasons.append(str(error))
@@ -105,23 +116,29 @@ class _NoCudaError(Exception):
     """There can be no CUDA step here: the message says why."""
 
 
-def _cuda(config: LlamaConfig, weights: Weights, context_tokens: int) -> StepModel:
+def _cuda(config: LlamaConfig, weights: Weights, context_tokens: int, ranks: int, weights_as: WeightsKind) -> StepModel:
     """Return the CUDA model; raises _NoCudaError when there can be none here."""
     if not torch.cuda.is_available():
         raise _NoCudaError("PyTorch sees no CUDA device")
     try:
         # Triton comes with PyTorch's CUDA builds only, and takes a second to import.
+        from decode_daemon.engine.cuda.leader import beside
         from decode_daemon.engine.cuda.model import CudaModel, unsupported
     except ImportError as error:
         raise _NoCudaError(f"Triton cannot be imported ({error}): install the triton that PyTorch names") from error
     device = torch.device("cuda", torch.cuda.current_device())
-    if reason := unsupported(config, weights.embedding.dtype, device):
-        raise _NoCudaError(reason)
+    if ranks > 1 and ranks > torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise _NoCudaError(f"tensor_parallel is {ranks}, and PyTorch sees {there} CUDA devices (CUDA_VISIBLE_DEVICES)")
+    for rank in range(ranks):
+        if reason := unsupported(config, weights.embedding.dtype, beside(device, rank)):
+            raise _NoCudaError(reason)
     try:
-        model = CudaModel(config, weights, context_tokens, device=device)
+        model = CudaModel(config, weights, context_tokens, device=device, ranks=ranks, weights_as=weights_as)
     except RuntimeError as error:  # of CUDA, or of Triton, which needs a C compiler to launch what it compiled
         raise _NoCudaError(str(error)) from error
-    log.info("decode step", step="cuda", why="this GPU runs it", device=torch.cuda.get_device_name(device))
+    name = torch.cuda.get_device_name(device)
+    log.info("decode step", step="cuda", why="this GPU runs it", device=name, gpus=ranks, weights=weights_as)
     return model
 
 

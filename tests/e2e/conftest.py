@@ -15,6 +15,8 @@ from cli.model import prepare
 from cli.settings import MODEL_NAME, LocalSettings
 from cli.stack import Stack
 from tests.kit.e2e import Lane, quiet
+from tests.kit.engine_core import LOG_REQUESTS
+from tests.kit.narrow import Narrow, narrow_vllm
 
 MODEL_DIR = Path(__file__).parents[2] / ".anchorleg" / "models" / MODEL_NAME
 
@@ -35,11 +37,13 @@ async def shared_lane(model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
         model_dir=model_dir,
         state_dir=tmp_path_factory.mktemp("stack"),
         # Small chunks, so that prompts of a few hundred tokens are sent chunk by chunk.
-        vllm_arg=["--max-num-batched-tokens", "512", "--max-num-seqs", "16"],
+        vllm_arg=["--max-num-batched-tokens", "512", "--max-num-seqs", "16", LOG_REQUESTS],
     )
     environment = {
         # Tests stop a daemon in mid-stream; the gateway's own 30 s would make each of them wait as long.
         "ANCHORLEG_GATEWAY_STALL_TIMEOUT_S": "3",
+        # Tests lose a writer's last words; its slot would be waited for that much longer.
+        "ANCHORLEG_DAEMON_WRITER_GRACE_S": "2",
         # An answer that vLLM makes because the machine was busy would say nothing about the daemon.
         "ANCHORLEG_GATEWAY_QUEUE_TIMEOUT_S": "30",
         # vLLM would compile small functions of its sampler with the first request.
@@ -61,3 +65,9 @@ async def lane(shared_lane: Lane) -> AsyncIterator[Lane]:
     """The lane; after the test every slot must be free and vLLM must hold no block."""
     yield shared_lane
     await quiet(shared_lane)
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def narrow(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Narrow]:
+    async with narrow_vllm(tmp_path_factory.mktemp("narrow"), model_dir) as started:
+        yield started

@@ -10,7 +10,6 @@ from tests.kit.lane import LATENCY
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
-PROBES = 30
 LONG = "The following numbers are listed once more: " + " ".join(str(number) for number in range(90))
 
 
@@ -40,7 +39,8 @@ async def test_requests_to_which_clients_give_the_same_id_do_not_meet(lane: Lane
     assert await asyncio.gather(*(named(prompt) for prompt in prompts)) == plain
 
 
-async def test_a_probes_answer_never_changes_under_load(lane: Lane) -> None:
+@pytest.mark.parametrize("probes", [8, pytest.param(60, marks=pytest.mark.endurance)])
+async def test_a_probes_answer_never_changes_under_load(lane: Lane, probes: int) -> None:
     probe = lane.request("San Francisco is a", max_tokens=10)
     expected = await lane.ask("San Francisco is a", latency=False, max_tokens=10)
     over = asyncio.Event()
@@ -53,7 +53,7 @@ async def test_a_probes_answer_never_changes_under_load(lane: Lane) -> None:
         asyncio.create_task(load(prompt, latency)) for prompt, latency in ((LONG, True), (PROMPTS[5], True), (LONG, False))
     ]
     try:
-        for _ in range(PROBES):
+        for _ in range(probes):
             answer = await lane.post(probe, latency=True, fallback=True)
             assert read(answer.json()) == expected, answer.headers["x-slo-lane"]
     finally:

@@ -48,6 +48,10 @@ class Apart:
         assert self._door is not None, "the daemon has not been started"
         return self._door
 
+    @property
+    def control_port(self) -> int:
+        return self._ports[1]
+
     async def start(self, *, elsewhere: bool = True) -> None:
         """Start it, on other ports or on those that it had; returns when the table has it, and no other."""
         if elsewhere:
@@ -107,14 +111,6 @@ class Apart:
         states = await self._slots()
         return bool(states) and set(states) == {"free"}
 
-    async def awaits(self, state: str) -> None:
-        """Returns once some slot is in this state."""
-
-        async def found() -> bool:
-            return state in await self._slots()
-
-        await until(found, f"some slot is {state}")
-
     async def _slots(self) -> list[str]:
         """The states that slots are in."""
         try:
@@ -129,7 +125,7 @@ class Apart:
 @asynccontextmanager
 async def apart(model_dir: Path, valkey: ValkeyProcess, secret: str, log: Path, **settings: Any) -> AsyncIterator[Apart]:
     """A running daemon of its own lease table."""
-    async with LeaseTable(valkey.url, timeout_s=5) as table:
+    async with LeaseTable(valkey.url, timeout_s=20) as table:
         daemon = Apart(model_dir, table, valkey.url, secret, log, **settings)
         try:
             await daemon.start()

@@ -5,24 +5,39 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from decode_daemon.slots import Occupancy
 from handoff.claim import SignedClaim
-from handoff.messages import Accepted, Begin, Refused, Sent, ToConnector, ToDaemon, Waiting, decode_for_connector, encode
+from handoff.messages import Accepted, Begin, Hello, Refused, Sent, ToConnector, ToDaemon, Waiting, decode_for_connector, encode
 from tests.kit.handoff import LAYOUT, Landing, hello
 
 TOKENS = 10
 
 
 class Voice:
-    """A connector that says what a test wants, over the real socket."""
+    """A connector that says what a test wants, over the real socket; with an `identity` as the link of that name.
 
-    def __init__(self, port: int, identity: bytes | None = None) -> None:
+    `connected`: it is, before anything else runs in this thread.
+    """
+
+    def __init__(self, port: int, identity: bytes | None = None, *, connected: bool = False) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._link = identity
         if identity is not None:
             self._socket.setsockopt(zmq.IDENTITY, identity)
-        self._socket.connect(f"tcp://127.0.0.1:{port}")
+        if not connected:
+            self._socket.connect(f"tcp://127.0.0.1:{port}")
+            return
+        self._socket.monitor("inproc://handshake", zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
+        with context.socket(zmq.PAIR) as events:
+            events.setsockopt(zmq.RCVTIMEO, 5_000)
+            events.connect("inproc://handshake")
+            self._socket.connect(f"tcp://127.0.0.1:{port}")
+            recv_monitor_message(events)
+            self._socket.disable_monitor()
 
     async def __aenter__(self) -> "Voice":
         return self
@@ -33,7 +48,9 @@ class Voice:
 
     async def say(self, *messages: ToDaemon | bytes) -> None:
         for message in messages:
-            await self._socket.send(message if isinstance(message, bytes) else encode(message))
+            frame = message if isinstance(message, bytes) else encode(message)
+            named = self._link is not None and not isinstance(message, bytes | Hello)
+            await self._socket.send_multipart([self._link, frame] if named else [frame])
 
     async def hear(self, within_s: float = 5.0) -> ToConnector:
         """The next message but Waiting, which needs no answer and comes at any time."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import torch
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
@@ -123,10 +124,13 @@ class VllmProcess:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self, *, elsewhere: bool = False) -> None:
-        """Start it, not waiting until it is ready; `elsewhere`: on another port."""
-        if elsewhere:
-            self.port = next(free_ports())
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "vLLM has not been started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it, not waiting until it is ready; again, on the port that it had."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, self._options)]
         command += ["--port", str(self.port), "--kv-transfer-config", self._transfer]
         with self.log.open("ab") as output:
@@ -147,12 +151,26 @@ class VllmProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End all its processes at once, as a crash of the host would."""
+        """End all its processes at once, as a crash of the host would; of their shared memory nothing is left, either."""
         if self._process is not None:
+            shared = _shared_memory(self._process.pid)
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(5)
             self._process = None
+            for path in shared:
+                path.unlink(missing_ok=True)
+
+
+def _shared_memory(process: int) -> set[Path]:
+    """What a process and those under it have made in shared memory: a kill leaves it there."""
+    found: set[Path] = set()
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process)
+        for one in (root, *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                found |= {Path(mapped.path) for mapped in one.memory_maps() if mapped.path.startswith("/dev/shm/psm_")}
+    return found
 
 
 @dataclass(kw_only=True)
@@ -163,14 +181,17 @@ class Prefills:
     log: Path
     model: str = NAME
 
-    async def ready(self, within_s: float = READY_S) -> None:
+    async def ready(self) -> None:
+        """Returns when it serves, and has made its first step: that one is slow, and none of any test's business."""
+
         async def healthy() -> bool:
             try:
                 return (await self.client.get("/health")).is_success
             except httpx.TransportError:
                 return False
 
-        await until(healthy, f"vLLM is ready (see {self.log})", within_s)
+        await until(healthy, f"vLLM is ready (see {self.log})", READY_S)
+        await self.plain([1, 2, 3])
 
     async def complete(self, prompt: list[int], *, params: Any = None, **fields: Any) -> dict[str, Any]:
         """vLLM's answer to a prompt of token ids, greedy and past every end-of-sequence token."""
@@ -202,5 +223,4 @@ async def prefills(process: VllmProcess) -> AsyncIterator[Prefills]:
     async with httpx.AsyncClient(base_url=process.url, timeout=60.0) as client:
         vllm = Prefills(client=client, log=process.log)
         await vllm.ready()
-        await vllm.plain([1, 2, 3])  # vLLM's first step is slow, and none of any test's business
         yield vllm

@@ -102,8 +102,9 @@ async def test_redis_stopped_and_started_in_the_middle_of_traffic(breakable_lane
     answers: list[httpx.Response] = []
 
     async def keep_asking() -> None:
+        in_turn = {**LATENCY, "x-slo-max-wait-ms": "5000"}  # the last answer's slot may not be free yet
         while True:
-            answers.append(await lane.post(chat(max_tokens=2)))
+            answers.append(await lane.post(chat(max_tokens=2), in_turn))
 
     def last_reason() -> str:
         return answers[-1].headers["x-slo-reason"] if answers else ""

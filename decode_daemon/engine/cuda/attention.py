@@ -18,7 +18,7 @@ def attend(
     peaks,  # float32 [8, heads, splits]: the split's largest score, in powers of two
     masses,  # float32 [8, heads, splits]: the split's sum of weights
     qkv,  # [8, (heads + 2 * kv_heads) * dim]
-    cache,  # one layer: [2, kv_heads, context, dim]
+    cache,  # one layer: [2, kept, context, dim], of whose heads the first `kv_heads` count
     cos,  # [context, dim / 2]
     sin,
     q_gain,  # [dim], read when `normed`
@@ -37,6 +37,7 @@ def attend(
     stages: tl.constexpr,  # tiles under way at once
     normed: tl.constexpr,
     overlap: tl.constexpr,
+    kept: tl.constexpr = None,  # heads in the cache; None: `kv_heads`
 ):
     """Attend with some query heads of one KV head to one split of the positions.
 
@@ -63,7 +64,7 @@ def attend(
     known = row < width
     c, s = _angles(cos, sin, start + row, known, dim)
     keys = cache + kv_head * context * dim
-    values = keys + kv_heads * context * dim
+    values = keys + (kv_heads if kept is None else kept) * context * dim
     if overlap:
         _prefetch(keys, first, start, dim, tile)
         _prefetch(values, first, start, dim, tile)

@@ -11,8 +11,8 @@ MAX_WIDTH = 8  # rows of a step
 
 _FIRST = 1024  # tokens of the smallest bucket; each next one is twice as large
 TILE_ELEMENTS = 8192  # of K, and of V, that attention takes at once: two tiles of both fit 48 KB of shared memory
-PROGRAMS = 512  # of attention, that a full bucket is divided among: enough for two on each of an H200's 132 multiprocessors
-MOST_SPLITS = 64  # what one program of `combine` holds in registers
+PROGRAMS = 1024  # of attention, that a full bucket is divided among; just filled it is half as many, four on each of 132 SMs
+MOST_SPLITS = 128  # what one program of `combine` holds in registers
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,22 +6,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from decode_daemon.engine.cuda.prepared import counted
+from decode_daemon.engine.cuda.products import counted
 
 
 @triton.jit
-def embed(x, ids, embedding, hidden: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr):
-    """Copy the embedding of each of `ids` to `x`; grid (width, hidden / block)."""
-    if overlap:
-        gdc_launch_dependents()
-    row = tl.program_id(0)
-    at = tl.program_id(1) * block + tl.arange(0, block)
-    source = embedding + tl.load(ids + row) * hidden
-    tl.store(x + row * hidden + at, tl.load(source + at, mask=at < hidden), mask=at < hidden)
-
-
-@triton.jit
-def embed_prepared(
+def embed(
     x,
     scaled,  # [8, hidden]: x * gain
     squares,  # int64 [norms, 8]: the first norm's sums of squares are written, the others' become zero
@@ -33,7 +22,7 @@ def embed_prepared(
     block: tl.constexpr,  # hidden and norms fit it, a power of two
     overlap: tl.constexpr,
 ):
-    """As `embed`, and prepare the first norm as `prepared_product` does its next one; grid (width,)."""
+    """Copy the embedding of each of `ids` to `x`, and prepare the first norm as `product` does its next one; grid (width,)."""
     if overlap:
         gdc_launch_dependents()
     row = tl.program_id(0)

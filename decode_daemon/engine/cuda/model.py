@@ -2,12 +2,17 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 
 from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.cuda.buckets import MAX_WIDTH, Bucket, bucket_of, padded, parts, power_of_two
+from decode_daemon.engine.cuda.follower import Task
+from decode_daemon.engine.cuda.graphs import Computed, Event, Replayable, captured, tell
+from decode_daemon.engine.cuda.leader import Leader
 from decode_daemon.engine.cuda.plan import Plan
+from decode_daemon.engine.cuda.quantized import WeightsKind, check_quantizable, quantized
 from decode_daemon.engine.cuda.step import Step
 from decode_daemon.engine.model import check_positions
 from decode_daemon.engine.protocol import EngineError
@@ -52,38 +57,73 @@ class CudaModel:
         widths: Iterable[int] = (1, 2, 4, 8),
         overlap: bool = True,
         plan: Plan = _PLAN,
+        ranks: int = 1,
+        weights_as: WeightsKind = "as-is",
     ) -> None:
         """Move `weights` to `device`, allocate the cache, compile, and capture a graph for each of `widths` and each bucket.
 
         `widths` must hold those (1, 2, 4, 8) that steps are padded to. `overlap` False launches each kernel after the one
-        before it has ended. `plan` is for benchmarks. Raises EngineError when the GPU's memory is too small.
+        before it has ended. `plan` is for benchmarks. Steps are computed by `ranks` GPUs together, this one
+        and those after it, each in a process of its own until `close`. With `weights_as` "fp8" the layers' matrices are
+        quantized on the way. Raises EngineError when the GPU's memory is too small, when the ranks cannot share a model of this
+        shape or do not come together, or when it cannot be quantized.
         """
+        if weights_as == "fp8":
+            check_quantizable(config, ranks)
         self.config = config
         self.context_tokens = context_tokens
-        self.buckets = plan.attention.buckets(context_tokens, config.kv_heads, config.head_dim)
+        task = Task(config, context_tokens, tuple(sorted({1, *widths})), overlap, plan)
+        self._leader = Leader(task, ranks, device) if ranks > 1 else None
+        own = config if self._leader is None else self._leader.shard.config
+        self.buckets = plan.attention.buckets(context_tokens, own.kv_heads, own.head_dim)
         splits = self.buckets[-1].splits
         try:
-            self._step = Step(config, on_device(weights, device), context_tokens, splits, overlap=overlap, plan=plan)
+            if self._leader is None:
+                there = quantized(weights, device) if weights_as == "fp8" else on_device(weights, device)
+                self._step = Step(config, there, context_tokens, splits, overlap=overlap, plan=plan)
+            else:
+                self._step = self._leader.step(weights)
         except torch.OutOfMemoryError as error:
+            self.close()
             raise EngineError(f"weights and KV cache do not fit {torch.cuda.get_device_name(device)}: {error}") from error
-        self._results, self._events = _results()
+        self._events: Sequence[Event]
+        self._results, self._events = _results() if device.type == "cuda" else _interpreted()
         self._slot = 0
         self._ahead: tuple[int, int, int] | None = None  # token, position and result slot of the step queued ahead
         self._following: tuple[int, int] | None = None  # token and position of the one-row step that needs no `feed`
         self._last = torch.zeros(1, dtype=torch.int64), 0  # ids and position of the last step that was not queued ahead
-        self._graphs = {(width, bucket): self._captured(width, bucket) for width in {1, *widths} for bucket in self.buckets}
+        self._graphs = {} if self._leader is None else self._leader.graphs
+        try:
+            for width, bucket in product(task.widths, self.buckets):
+                self._graphs[width, bucket] = self._captured(width, bucket)
+            if self._leader is not None:
+                self._leader.all_done()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def cache(self) -> torch.Tensor:
-        """Return the KV cache; whoever asks may write to it, so a step that was queued ahead counts no longer."""
+        """Return the KV cache; whoever asks may write to it, so a step that was queued ahead counts no longer.
+
+        Of several ranks it is the whole of all, on the first GPU: the others get their heads' part before the next step.
+        """
         self._ahead = None
+        if self._leader is not None:
+            self._following = None  # that step would be queued without a look at what is written now
+            self._leader.share(self._step.cache)
         return self._step.cache
+
+    def close(self) -> None:
+        """End the other ranks' processes; nothing can be computed any more. Not needed of a single rank."""
+        if self._leader is not None:
+            self._leader.close()
 
     def forward(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Store the KV of `ids` at `position` and on; return the logits after each; see `StepModel.forward`."""
         check_positions(position, ids.shape[0], self.context_tokens)
         self._check_ids(int(ids.min()), int(ids.max()))
-        rows = [self._step.logits[:width].clone() for width in self._parts(ids, position)]
+        rows = [self._logits(width) for width in self._parts(ids, position)]
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
     def greedy(self, token: int, position: int) -> int | None:
@@ -111,7 +151,7 @@ class CudaModel:
             return [best]
         check_positions(position, len(ids), self.context_tokens)
         self._check_ids(min(ids), max(ids))
-        found = [best for width in self._parts(torch.tensor(ids), position) for best in self._step.best[:width].tolist()]
+        found = [best for width in self._parts(torch.tensor(ids), position) for best in self._bests(width)]
         return [best if best >= 0 else None for best in found]
 
     def under_way(self, token: int, position: int) -> bool:
@@ -129,14 +169,28 @@ class CudaModel:
     def feed(self, ids: torch.Tensor, position: int) -> None:
         """Tell the next step its `ids` (up to 8) and where the first stands."""
         self._following = None
-        # From pageable memory: the driver has read it when the call returns, so no buffer of ours can change too early.
-        self._step.ids[: ids.shape[0]].copy_(ids, non_blocking=True)
-        self._step.state.copy_(torch.tensor((position, ids.shape[0]), dtype=torch.int32), non_blocking=True)
+        tell(self._step, ids, position)
+        if self._leader is not None:
+            self._leader.feed(ids.tolist(), position, self._step.cache)
 
     def queue(self, width: int, bucket: Bucket) -> None:
         """Queue the step of `width` rows that `feed` asked for, or that follows the last one; it lies in `bucket`."""
         self._following = None
-        self._graphs[padded(width), bucket].replay()
+        if self._leader is None:
+            self._graphs[padded(width), bucket].replay()
+        else:
+            self._leader.queue(padded(width), bucket)
+
+    def _logits(self, width: int) -> torch.Tensor:
+        """Return the logits of the last step's `width` rows."""
+        return self._step.logits[:width].clone() if self._leader is None else self._leader.logits(self._step, width)
+
+    def _bests(self, width: int) -> list[int]:
+        """Wait for the last step; return its rows' best ids."""
+        if self._leader is not None:
+            self._leader.wait()
+        best: list[int] = self._step.best[:width].tolist()
+        return best
 
     def _parts(self, ids: torch.Tensor, position: int) -> Iterator[int]:
         """Queue the parts of a step of `ids` one after another; yield the width of each when it is the last one queued."""
@@ -148,14 +202,10 @@ class CudaModel:
             yield width
             done += width
 
-    def _captured(self, width: int, bucket: Bucket) -> torch.cuda.CUDAGraph:
-        # A step of no rows leaves nothing behind; it compiles and loads the kernels, which a capture cannot.
-        self._step.launch(width, bucket)
-        torch.cuda.synchronize(self._step.state.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step.launch(width, bucket)
-        return graph
+    def _captured(self, width: int, bucket: Bucket) -> Replayable:
+        if self._leader is not None:
+            return captured(self._step, width, bucket, self._leader.wait_for_start)
+        return captured(self._step, width, bucket, lambda: torch.cuda.synchronize(self._step.state.device))
 
     def _check_ids(self, least: int, most: int) -> None:
         if not 0 <= least <= most < self.config.vocab_size:
@@ -174,7 +224,10 @@ class CudaModel:
 
     def _result(self, slot: int) -> int | None:
         """Wait for a one-row step; return its best id, None if a logit was not finite."""
-        self._events[slot].synchronize()
+        if self._leader is None:
+            self._events[slot].synchronize()
+        else:
+            self._leader.wait(self._events[slot])
         best = int(self._results[slot])
         return best if best >= 0 else None
 
@@ -187,10 +240,15 @@ class CudaModel:
         return self._slot
 
 
-def _results() -> tuple[torch.Tensor, list[torch.cuda.Event]]:
+def _results() -> tuple[torch.Tensor, list[Event]]:
     """Return int64 slots in pinned memory, and for each the event after which it holds its step's result."""
-    events = [torch.cuda.Event() for _ in range(_RESULTS)]  # type: ignore[no-untyped-call]
+    events: list[Event] = [torch.cuda.Event() for _ in range(_RESULTS)]  # type: ignore[no-untyped-call]
     return torch.zeros(_RESULTS, dtype=torch.int64, pin_memory=True), events
+
+
+def _interpreted() -> tuple[torch.Tensor, list[Event]]:
+    """Return the same where kernels are interpreted: what was queued has been computed."""
+    return torch.zeros(_RESULTS, dtype=torch.int64), [Computed() for _ in range(_RESULTS)]
 
 
 def on_device(weights: Weights, device: torch.device, dtype: torch.dtype | None = None) -> Weights:

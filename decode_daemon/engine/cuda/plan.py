@@ -1,22 +1,17 @@
-"""Which of several ways a step is computed; all give the same tokens but for rounding, and only one is the default."""
+"""Sizes of a step's kernels: other sizes give the same tokens but for rounding; the usual ones were measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from decode_daemon.engine.cuda.buckets import MOST_SPLITS, PROGRAMS, TILE_ELEMENTS, Bucket, buckets
-from decode_daemon.engine.cuda.tiles import PreparedTile
-
-# The norm before a product in the product itself (`product`), or prepared by the kernel before (`prepared_product`), or that on
-# tensor cores (`tensor_product`).
-Products = Literal["fused", "prepared", "tensor"]
+from decode_daemon.engine.cuda.tiles import Tile
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """How attention is divided among programs and threads."""
 
-    warps: int = 8
+    warps: int = 4
     # With three, a program needs over 48 KB of shared memory; it then waits until its multiprocessor is empty, 0.25 ms a step.
     stages: int = 2
     tile_elements: int = TILE_ELEMENTS  # these three: see `buckets`
@@ -37,8 +32,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a step's kernels are."""
+    """What a step's kernels are given."""
 
-    products: Products = "fused"
-    tiles: Mapping[tuple[int, int], PreparedTile] = field(default_factory=dict)  # by (inputs, matrix rows), not the usual ones
+    tiles: Mapping[tuple[int, int], Tile] = field(default_factory=dict)  # by (inputs, matrix rows), where not `tile_for`'s
     attention: Attention = Attention()

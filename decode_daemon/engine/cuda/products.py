@@ -1,162 +1,189 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, assignment"
 # Kernels are Triton's language, not Python's: their arguments are pointers and tensors that mypy has no types for.
-"""Matrix times a few rows, in one kernel: what comes before the product and what comes after it are part of it.
+"""Matrix times a few rows, in few instructions a weight: what comes before the product and what comes after it are part of it.
 
-A program owns some rows of the matrix over its whole width, so there is one order of summation for each output, whatever
-the number of rows of `x`: nothing is split over K and nothing is added atomically. Every row of `x` has sums of its own,
-built by the same instructions; that makes a row's result independent of the rows beside it.
+A program owns some rows of the matrix over its whole width, so there is one order of summation for each output, whatever the
+number of rows of `x`: nothing is split over K and nothing is added atomically but integers. Every row of `x` has sums of its
+own, built by the same instructions; that makes a row's result independent of the rows beside it. Three things make it cheap:
+
+- `x` comes with its norm's gain multiplied in, in float32; what is left of the norm is to divide by the root mean square at the
+  end. The kernel that made `x` has added up its squares as integers (see `SQUARE`), whose sum has no order.
+- Two bfloat16 are one 32-bit word, and become two float32 by a shift and a mask. Of e4m3 (float8_e4m3fn) weights two become two
+  float16 in one instruction; they lie in memory so that neighbours among the threads need neighbours of `x`, see `Quantized`.
+- Few threads share a row, so each has many weights for the sums that it must hand over at the end. The loop over the inputs
+  stays a loop: `depth` passes are under way, each in registers of its own, for a copy would wait for its load.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from decode_daemon.engine.cuda.vectors import floats_of, load_row, load_weights, vector_of
+
 SLOTS = 64  # words over which the programs of the head spread their maxima
+
+# One, as squares are added up in integers: a row's sum may reach 2**39, and each square is exact to 2**-24.
+SQUARE = tl.constexpr(2.0**24)
+
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def product(
     out,  # [8, outputs]
-    x,  # [8, inputs]
-    weight,  # [outputs, inputs], or [2 * outputs, inputs] when `gated`: all gates, then all ups
-    gain,  # [inputs], read when `normed`
+    x,  # [8, inputs], float32 with the norm's gain when `normed`, else as the weights
+    weight,  # [outputs, inputs], or [2 * outputs, inputs] when `gated`: all gates, then all ups; e4m3 in `Quantized`'s order
     addend,  # bias [outputs] or residual [8, outputs]
+    squares,  # int64 [8]: sums of squares of what `x` was before its gain, read when `normed`
+    gain,  # [outputs], of the norm that follows a residual
+    scaled,  # float32 [8, outputs]: out * gain
+    next_squares,  # int64 [8]: gets the sums of squares of `out`
     peaks,  # int64 [8, slots], see `_peak_of`
     eps,
-    inputs: tl.constexpr,
+    inputs: tl.constexpr,  # an even number, with e4m3 a multiple of 16
     outputs: tl.constexpr,
     width: tl.constexpr,  # rows of x computed: 1, 2, 4 or 8
     rows: tl.constexpr,  # outputs of one program
     columns: tl.constexpr,  # inputs of one pass
-    vector: tl.constexpr,  # inputs that one thread loads at once
-    normed: tl.constexpr,  # x is first divided by its root mean square and multiplied by `gain`
+    depth: tl.constexpr,  # passes under way
+    normed: tl.constexpr,
     gated: tl.constexpr,  # out = silu(gate) * up
     biased: tl.constexpr,
-    residual: tl.constexpr,
+    residual: tl.constexpr,  # also prepare the next norm: `scaled` and `next_squares`
     peaked: tl.constexpr,  # the largest output of each row is kept in `peaks`
     slots: tl.constexpr,
     overlap: tl.constexpr,
+    factors=None,  # float32, one for each row of `weight`, which it multiplies; None: all are 1
 ):
-    """Compute out[r] = epilogue(weight @ prologue(x[r])) for `width` rows; sums in float32."""
+    """Compute out[r] = epilogue(weight @ x[r]) for `width` rows; sums in float32."""
     if overlap:
         gdc_launch_dependents()
     first = tl.program_id(0) * rows
+    left = outputs - first
     weight += first.to(tl.int64) * inputs
+    ups = weight + outputs * inputs
     # Weights never change, so the first of them may be on their way before the kernel that makes `x` has ended.
-    ahead = _weights(weight, 0, first, inputs, outputs, rows, columns)
-    if gated:
-        ahead_up = _weights(weight + outputs * inputs, 0, first, inputs, outputs, rows, columns)
+    ahead = ()
+    ahead_up = ()
+    for nth in tl.static_range(depth):
+        ahead += (load_weights(weight, nth * columns, left, inputs, outputs, rows, columns, depth),)
+        if gated:
+            ahead_up += (load_weights(ups, nth * columns, left, inputs, outputs, rows, columns, depth),)
     if overlap:
         gdc_wait()
-    n = first + tl.arange(0, rows)[:, None]
-    r = tl.arange(0, width)[None, :]
-    inside = (n < outputs) & (r >= 0)
-    added = _added(addend, n, r, inside, outputs, biased, residual)
-    sums = tl.zeros((rows, columns // vector, width), tl.float32)
-    sums_up = sums
-    squares = tl.zeros((columns // vector, width), tl.float32)
-    for start in tl.static_range(0, inputs, columns):
-        w = ahead.to(tl.float32)
-        w_up = ahead_up.to(tl.float32) if gated else w
-        if start + columns < inputs:
-            ahead = _weights(weight, start + columns, first, inputs, outputs, rows, columns)
+    vector: tl.constexpr = vector_of(weight.dtype.element_ty)
+    parts: tl.constexpr = 4 if vector == 16 else 1
+    zero = tl.zeros((rows, columns // vector), tl.float32)
+    sums = (zero,) * width
+    sums_up = (zero,) * (width if gated else 1)
+    for start in tl.range(0, inputs, columns * depth):
+        later = ()
+        later_up = ()
+        for nth in tl.static_range(depth):
+            at = start + nth * columns
+            next_at = at + depth * columns
+            if parts == 1:  # before the next load, so that this can take its registers: a copy would wait for the load
+                w = floats_of(ahead[nth], 0)
+                if gated:
+                    w_up = floats_of(ahead_up[nth], 0)
+            later += (load_weights(weight, next_at, left, inputs, outputs, rows, columns, depth),)
             if gated:
-                ahead_up = _weights(weight + outputs * inputs, start + columns, first, inputs, outputs, rows, columns)
-        part, part_up, part_squares = _pass(w, w_up, x, gain, start, inputs, width, rows, columns, vector, normed, gated)
-        sums += part
+                later_up += (load_weights(ups, next_at, left, inputs, outputs, rows, columns, depth),)
+            for part in tl.static_range(parts):
+                if parts > 1:
+                    w = floats_of(ahead[nth], part)
+                    if gated:
+                        w_up = floats_of(ahead_up[nth], part)
+                further = ()
+                further_up = ()
+                for line in tl.static_range(width):
+                    row = load_row(x + line * inputs, at, part, inputs, columns, depth, vector)
+                    further += (_plus(sums[line], w, row, vector // parts),)
+                    if gated:
+                        further_up += (_plus(sums_up[line], w_up, row, vector // parts),)
+                sums = further
+                if gated:
+                    sums_up = further_up
+        ahead = later
         if gated:
-            sums_up += part_up
-        if normed:
-            squares += part_squares
+            ahead_up = later_up
+    lines: tl.constexpr = max(width, 2)
+    n = first + tl.arange(0, rows)[:, None]
+    r = tl.arange(0, lines)[None, :]
+    inside = (n < outputs) & (r < width)
+    scale, added, gains = _ends(
+        n, r, inside, addend, squares, gain, eps, inputs, outputs, normed, biased, residual
+    )  # fmt: skip
+    if factors is not None:
+        factor = tl.load(factors + n, mask=n < outputs, other=0.0)
+        if gated:
+            factor_up = tl.load(factors + outputs + n, mask=n < outputs, other=0.0)
+    # The layout that a last dimension of one gets adds in another order than that of two and more: a single row counts twice.
+    if width == 1:
+        sums += sums
+        sums_up += sums_up
     if gated:
-        y, up = tl.split(tl.sum(tl.join(sums, sums_up), axis=1))  # one exchange between warps for both
-    else:
-        y = tl.sum(sums, axis=1)
-    if normed:
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / inputs + eps)[None, :]
+        y, up = tl.split(tl.sum(tl.join(_side_by_side(sums, lines), _side_by_side(sums_up, lines)), axis=1))
+        if factors is not None:
+            y *= factor
+            up *= factor_up
+        up *= scale
         y *= scale
-        if gated:
-            up *= scale
-    if gated:
-        y = y / (1.0 + tl.exp(-y)) * up
+        root = tl.rsqrt(1.0 + tl.exp2(y * -_LOG2E))  # its square is the sigmoid of y, in half a division's instructions
+        y = y * root * root * up
+    else:
+        y = tl.sum(_side_by_side(sums, lines), axis=1)
+        if factors is not None:
+            y *= factor
+        if normed:
+            y *= scale
     if biased or residual:
         y += added
     y = y.to(out.dtype.element_ty)
     tl.store(out + r * outputs + n, y, mask=inside)
+    y = y.to(tl.float32)
+    k = tl.arange(0, lines)
+    if residual:
+        tl.store(scaled + r * outputs + n, (y * gains).to(scaled.dtype.element_ty), mask=inside)
+        square = tl.sum(tl.where(inside, counted(y), 0), axis=0)
+        tl.atomic_add(next_squares + k, square, mask=k < width, sem="relaxed")
     if peaked:
-        best = tl.max(tl.where(inside, _peak_of(y.to(tl.float32), n), -(2**63)), axis=0)
-        tl.atomic_max(peaks + tl.arange(0, width) * slots + tl.program_id(0) % slots, best, sem="relaxed")
+        best = tl.max(tl.where(inside, _peak_of(y, n), -(2**63)), axis=0)
+        tl.atomic_max(peaks + k * slots + tl.program_id(0) % slots, best, mask=k < width, sem="relaxed")
 
 
 @triton.jit
-def _added(addend, n, r, inside, outputs: tl.constexpr, biased: tl.constexpr, residual: tl.constexpr):
-    """Load what is added to outputs `n` of rows `r`: the bias, the residual, or nothing (then 0)."""
+def _ends(
+    n, r, inside, addend, squares, gain, eps, inputs: tl.constexpr, outputs: tl.constexpr, normed: tl.constexpr,
+    biased: tl.constexpr, residual: tl.constexpr,
+):  # fmt: skip
+    """Load what the sums of outputs `n` and rows `r` are multiplied by, what is added to them, and the next norm's gain."""
+    scale = 1.0
     added = 0.0
+    gains = 0.0
+    if normed:
+        scale = tl.rsqrt(tl.load(squares + r).to(tl.float32) / (SQUARE * inputs) + eps)
     if biased:
         added = tl.load(addend + n, mask=n < outputs, other=0.0).to(tl.float32)
     if residual:
         added = tl.load(addend + r * outputs + n, mask=inside, other=0.0).to(tl.float32)
-    return added
+        gains = tl.load(gain + n, mask=n < outputs, other=0.0).to(tl.float32)
+    return scale, added, gains
 
 
 @triton.jit
-def _pass(
-    w, w_up, x, gain, start: tl.constexpr, inputs: tl.constexpr, width: tl.constexpr, rows: tl.constexpr,
-    columns: tl.constexpr, vector: tl.constexpr, normed: tl.constexpr, gated: tl.constexpr,
-):  # fmt: skip
-    """Return what the columns from `start` on add to the sums and squares: [rows, columns / vector, width] twice, and one less.
-
-    What is not computed is one of the others.
-    """
-    at = start + tl.arange(0, columns)
-    if normed:
-        g = _inputs(gain, at, start, inputs, columns)
-    parts = ()
-    parts_up = ()
-    parts_squares = ()
-    for r in tl.static_range(width):
-        row = _inputs(x + r * inputs, at, start, inputs, columns)
-        if normed:
-            parts_squares += (_folded(row * row, columns, vector),)
-            row = row * g
-        parts += (_folded_rows(w * row[None, :], rows, columns, vector),)
-        if gated:
-            parts_up += (_folded_rows(w_up * row[None, :], rows, columns, vector),)
-    sums = _side_by_side(parts, width)
-    sums_up = _side_by_side(parts_up, width) if gated else sums
-    squares = _side_by_side(parts_squares, width) if normed else sums
-    return sums, sums_up, squares
+def counted(values):
+    """Return the squares of float32 `values` as integers, see `SQUARE`; a value counts as at most 2**18: none overflows."""
+    bounded = tl.minimum(tl.abs(values), 2.0**18)
+    return (bounded * bounded * SQUARE).to(tl.int64)
 
 
 @triton.jit
-def _weights(weight, start, first, inputs: tl.constexpr, outputs: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
-    """Load a [rows, columns] tile whose first output is `first` of all and row 0 of `weight`; each is read once."""
-    n = tl.arange(0, rows)[:, None]
-    k = start + tl.arange(0, columns)[None, :]
-    if inputs % columns == 0 and outputs % rows == 0:
-        tile = tl.load(weight + n * inputs + k, eviction_policy="evict_first")
-    else:
-        inside = (k < inputs) & (first + n < outputs)
-        tile = tl.load(weight + n * inputs + k, mask=inside, other=0.0, eviction_policy="evict_first")
-    return tile
-
-
-@triton.jit
-def _inputs(x, at, start: tl.constexpr, inputs: tl.constexpr, columns: tl.constexpr):
-    part = tl.load(x + at) if start + columns <= inputs else tl.load(x + at, mask=at < inputs, other=0.0)
-    return part.to(tl.float32)
-
-
-@triton.jit
-def _folded(values, columns: tl.constexpr, vector: tl.constexpr):
-    """Add what one thread holds: [columns] to [columns / vector]."""
-    return tl.sum(tl.reshape(values, (columns // vector, vector)), axis=1)
-
-
-@triton.jit
-def _folded_rows(values, rows: tl.constexpr, columns: tl.constexpr, vector: tl.constexpr):
-    """Add what one thread holds: [rows, columns] to [rows, columns / vector]."""
-    return tl.sum(tl.reshape(values, (rows, columns // vector, vector)), axis=2)
+def _plus(total, w, row, count: tl.constexpr):
+    """Add the products of `count` weights and as many inputs, one after the other."""
+    for nth in tl.static_range(count):
+        total += w[nth] * row[nth]
+    return total
 
 
 @triton.jit

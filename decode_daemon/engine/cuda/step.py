@@ -1,11 +1,13 @@
 """One step of a Llama-family decoder as launches on the current stream, from ids in device memory to ids in device memory.
 
-Six kernels a layer: QKV product (with the norm before it), attention, its splits joined, output product (with the residual
-after it), gate and up product (norm before, SiLU * up after it), down product (residual). Every buffer is allocated once, so
-the launches can be captured in a CUDA graph. With another plan than the usual the kernel before a norm prepares it.
+Six kernels a layer: QKV product, attention, its splits joined, output product (adds to the rows and prepares the norm that
+follows), gate and up product (SiLU * up after it), down product (as the output product). Every buffer is allocated once, so the
+launches can be captured in a CUDA graph.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +15,12 @@ import torch
 from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.cuda.attention import attend, combine
 from decode_daemon.engine.cuda.buckets import MAX_WIDTH, Bucket, power_of_two
-from decode_daemon.engine.cuda.ends import advance, embed, embed_prepared
+from decode_daemon.engine.cuda.ends import advance, embed
+from decode_daemon.engine.cuda.join import Join
 from decode_daemon.engine.cuda.plan import Plan
-from decode_daemon.engine.cuda.prepared import prepared_product
 from decode_daemon.engine.cuda.products import SLOTS, product
-from decode_daemon.engine.cuda.tensor import tensor_product
-from decode_daemon.engine.cuda.tiles import prepared_tile_for, tensor_tile_for, tile_for
+from decode_daemon.engine.cuda.quantized import Quantized, QuantizedLayer, QuantizedWeights
+from decode_daemon.engine.cuda.tiles import tile_for
 from decode_daemon.engine.model import empty_cache, rope_tables
 from decode_daemon.engine.weights import LayerWeights, Weights
 
@@ -38,11 +40,20 @@ class Step:
     """
 
     def __init__(
-        self, config: LlamaConfig, weights: Weights, context_tokens: int, splits: int, *, overlap: bool, plan: Plan = _PLAN
+        self,
+        config: LlamaConfig,
+        weights: Weights | QuantizedWeights,
+        context_tokens: int,
+        splits: int,
+        *,
+        overlap: bool,
+        plan: Plan = _PLAN,
+        join: Join | None = None,
     ) -> None:
         """Allocate for contexts of `context_tokens` in at most `splits` splits, on the device of `weights`.
 
         `overlap` lets a kernel start, and load its first weights, while the one before it ends (programmatic dependent launch).
+        With `join`, `config` and `weights` are one rank's part; `logits` are of its ids, but `best` of all ranks'.
         """
         self.config, self.weights, self.context_tokens = config, weights, context_tokens
         device, dtype = weights.embedding.device, weights.embedding.dtype
@@ -50,7 +61,8 @@ class Step:
         cos, sin = rope_tables(config, context_tokens)
         # The second halves repeat the first; the first half of sin carries the sign that `rotate_` wants.
         self._cos, self._sin = (table.to(device, dtype).contiguous() for table in (cos[:, :half], sin[:, half:]))
-        self.cache = empty_cache(config, dtype, device, context_tokens)
+        self.join, self._kept = join, config.kv_heads if join is None else join.cached_heads
+        self.cache = empty_cache(replace(config, kv_heads=self._kept), dtype, device, context_tokens)
         self.ids = torch.zeros(MAX_WIDTH, dtype=torch.int64, device=device)
         self.state = torch.zeros(2, dtype=torch.int32, device=device)
         self.best = torch.zeros(MAX_WIDTH, dtype=torch.int64, device=device)
@@ -61,40 +73,28 @@ class Step:
 
         self._x = rows(config.hidden)
         self._qkv = rows((heads + 2 * config.kv_heads) * dim)
-        sums = torch.float32 if plan.products == "prepared" else dtype  # of what a product reads, where it is short
-        self._attended = rows(heads * dim, sums)
+        self._attended = rows(heads * dim, torch.float32)
         self._inner = rows(config.intermediate)
         self.logits = rows(config.vocab_size)
         self._partial = rows(heads * splits * dim, torch.float32)
         self._split_peaks, self._split_masses = rows(heads * splits, torch.float32), rows(heads * splits, torch.float32)
-        self._scaled = rows(config.hidden, sums)
+        self._scaled = rows(config.hidden, torch.float32)
         self._squares = torch.zeros(2 * config.layers + 1, MAX_WIDTH, dtype=torch.int64, device=device)
         self._overlap, self._plan = overlap, plan
 
     def launch(self, width: int, bucket: Bucket) -> None:
         """Queue a step of up to `width` (1, 2, 4 or 8) rows whose positions lie in `bucket`."""
-        if self._plan.products == "fused":
-            self._launch(width, bucket)
-        else:
-            self._launch_prepared(width, bucket)
+        self._compute(width, bucket)
+        if self.join is not None:
+            self.join.advance(width, self.best, self.ids, self.state, self._peaks)
+            return
         advance[(1,)](self.best, self.ids, self.state, self._peaks, width, SLOTS, self._overlap, **self._options())
 
-    def _launch(self, width: int, bucket: Bucket) -> None:
-        config, weights = self.config, self.weights
-        grid = width, -(-config.hidden // _EMBED_BLOCK)
-        embed[grid](self._x, self.ids, weights.embedding, config.hidden, _EMBED_BLOCK, self._overlap)
-        for layer, cache in zip(weights.layers, self.cache, strict=True):
-            self._product(width, self._qkv, self._x, layer.qkv, gain=layer.input_norm, bias=layer.qkv_bias)
-            self.attend(width, layer, cache, bucket)
-            self._product(width, self._x, self._attended, layer.output, residual=self._x)
-            self._product(width, self._inner, self._x, layer.gate_up, gain=layer.post_norm, gated=True)
-            self._product(width, self._x, self._inner, layer.down, residual=self._x)
-        self._product(width, self.logits, self._x, weights.head, gain=weights.final_norm, peaks=self._peaks)
-
-    def _launch_prepared(self, width: int, bucket: Bucket) -> None:
-        config, layers, final = self.config, self.weights.layers, self.weights.final_norm
+    def _compute(self, width: int, bucket: Bucket) -> None:
+        config, final = self.config, self.weights.final_norm
+        layers: Sequence[LayerWeights | QuantizedLayer] = self.weights.layers
         norms = self._squares.shape[0]
-        embed_prepared[(width,)](
+        embed[(width,)](
             *(self._x, self._scaled, self._squares, self.ids, self.weights.embedding, layers[0].input_norm),
             norms=norms,
             hidden=config.hidden,
@@ -105,19 +105,29 @@ class Step:
         gains = [layer.input_norm for layer in layers[1:]] + [final]
         for nth, (layer, cache, gain) in enumerate(zip(layers, self.cache, gains, strict=True)):
             attention, inner, following = self._squares[2 * nth : 2 * nth + 3]
-            self._prepared_product(width, self._qkv, self._scaled, layer.qkv, attention, bias=layer.qkv_bias)
+            self._product(width, self._qkv, self._scaled, layer.qkv, attention, bias=layer.qkv_bias)
             self.attend(width, layer, cache, bucket)
-            self._prepared_product(width, self._x, self._attended, layer.output, next_norm=(layer.post_norm, inner))
-            self._prepared_product(width, self._inner, self._scaled, layer.gate_up, inner, gated=True)
-            self._prepared_product(width, self._x, self._inner, layer.down, next_norm=(gain, following))
-        self._prepared_product(width, self.logits, self._scaled, self.weights.head, self._squares[-1], peaks=self._peaks)
+            self._add(width, self._attended, layer.output, (layer.post_norm, inner))
+            self._product(width, self._inner, self._scaled, layer.gate_up, inner, gated=True)
+            self._add(width, self._inner, layer.down, (gain, following))
+        self._product(width, self.logits, self._scaled, self.weights.head, self._squares[-1], peaks=self._peaks)
 
-    def _prepared_product(
+    def _add(
+        self, width: int, x: torch.Tensor, weight: torch.Tensor | Quantized, next_norm: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Queue: add the product of `x` to the rows, all ranks' parts of it where there are several; see `_product`."""
+        if self.join is None:
+            self._product(width, self._x, x, weight, next_norm=next_norm)
+        else:
+            self._product(width, self.join.part, x, weight)
+            self.join.add(width, self._x, self._scaled, next_norm)
+
+    def _product(
         self,
         width: int,
         out: torch.Tensor,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | Quantized,
         squares: torch.Tensor | None = None,
         *,
         bias: torch.Tensor | None = None,
@@ -127,19 +137,18 @@ class Step:
     ) -> None:
         """Queue one product; with `next_norm`, a gain and where squares go, it adds to `out` and prepares that norm."""
         inputs, outputs, added = x.shape[1], out.shape[1], next_norm is not None
-        tensor = self._plan.products == "tensor"
-        usual = (tensor_tile_for if tensor else prepared_tile_for)(inputs, outputs, gated=gated)
-        tile = self._plan.tiles.get((inputs, weight.shape[0]), usual)
-        own = tile.rows // (2 if gated else 1) if tensor else tile.rows * tile.groups
+        values, factors = (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
+        tile = self._plan.tiles.get((inputs, values.shape[0])) or tile_for(
+            inputs, outputs, gated=gated, element_bytes=values.element_size()
+        )
         gain, next_squares = next_norm or (None, None)
-        (tensor_product if tensor else prepared_product)[(-(-outputs // own),)](
-            *(out, x, weight, out if added else bias, squares, gain, self._scaled, next_squares, peaks),
+        product[(-(-outputs // tile.rows),)](
+            *(out, x, values, out if added else bias, squares, gain, self._scaled, next_squares, peaks),
             self.config.rms_eps,
             inputs=inputs,
             outputs=outputs,
             width=width,
             rows=tile.rows,
-            groups=tile.groups,
             columns=tile.columns,
             depth=tile.depth,
             normed=squares is not None,
@@ -149,44 +158,11 @@ class Step:
             peaked=peaks is not None,
             slots=SLOTS,
             overlap=self._overlap,
+            factors=factors,
             **self._options(tile.warps),
         )
 
-    def _product(
-        self,
-        width: int,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        *,
-        gain: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        peaks: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> None:
-        inputs, outputs, added = x.shape[1], out.shape[1], residual is not None
-        tile = tile_for(inputs, outputs, width, gated=gated, residual=added, element_bytes=x.element_size())
-        product[(-(-outputs // tile.rows),)](
-            *(out, x, weight, gain, residual if added else bias, peaks),
-            self.config.rms_eps,
-            inputs=inputs,
-            outputs=outputs,
-            width=width,
-            rows=tile.rows,
-            columns=tile.columns,
-            vector=tile.vector,
-            normed=gain is not None,
-            gated=gated,
-            biased=bias is not None,
-            residual=added,
-            peaked=peaks is not None,
-            slots=SLOTS,
-            overlap=self._overlap,
-            **self._options(tile.warps),
-        )
-
-    def attend(self, width: int, layer: LayerWeights, cache: torch.Tensor, bucket: Bucket) -> None:
+    def attend(self, width: int, layer: LayerWeights | QuantizedLayer, cache: torch.Tensor, bucket: Bucket) -> None:
         """Queue attention of the rows in `_qkv` over one layer's `cache`, which gets their K and V, into `_attended`."""
         config = self.config
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
@@ -206,6 +182,7 @@ class Step:
             rows=_ATTENTION_ROWS,
             tile=bucket.tile,
             stages=self._plan.attention.stages,
+            kept=self._kept,
             normed=layer.q_norm is not None,
             overlap=self._overlap,
             **self._options(self._plan.attention.warps),

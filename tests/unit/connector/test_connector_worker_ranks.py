@@ -197,6 +197,16 @@ async def test_steps_that_compute_nothing_leave_the_machine_to_the_sender_and_ot
             assert len(rests) == so_far
 
 
+async def test_the_longer_blocks_are_held_the_longer_empty_steps_rest_until_one_computes(
+    daemon: Landing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with holding(daemon.claim()[0], monkeypatch) as (side, rests):
+        for computes in (*[False] * 6, True, False):
+            side.begin_step(HandoffMetadata(computes=computes))
+            assert not side.take_finished(set())
+    assert rests == [0.002, 0.004, 0.008, 0.016, 0.032, 0.032, 0.002]
+
+
 async def test_an_engine_of_a_data_parallel_group_never_holds_the_others_up(
     daemon: Landing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

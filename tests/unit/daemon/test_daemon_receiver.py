@@ -24,6 +24,7 @@ from tests.kit.control import TOKENS, Voice, begun, sent
 from tests.kit.handoff import (
     FIRST_TOKEN,
     KEYS,
+    LAYOUT,
     MODEL,
     Landing,
     comes_true,
@@ -74,14 +75,20 @@ async def test_a_worker_that_knows_only_old_memory_is_asked_to_introduce_itself_
     assert isinstance(await worker.ask(Begin(claim, TOKENS)), Accepted)
 
 
-async def test_a_begin_is_accepted_once(daemon: Landing, worker: Voice) -> None:
+async def test_a_shard_is_begun_by_one_link_and_a_begin_that_is_said_again_has_the_same_answer(
+    daemon: Landing, worker: Voice
+) -> None:
     claim, held = await begun(daemon, worker)
-    answer = await worker.ask(Begin(claim, TOKENS))
-    assert answer == Rejected(claim.claim.handoff_id, f"shard 0 has already begun handoff {claim.claim.handoff_id}")
+    address = daemon.slots[0].memory.address
+    assert await worker.ask(Begin(claim, TOKENS)) == Accepted(claim.claim.handoff_id, address, LAYOUT.bytes_for(TOKENS))
+    begun_already = Rejected(claim.claim.handoff_id, f"shard 0 has already begun handoff {claim.claim.handoff_id}")
+    assert await worker.ask(Begin(claim, TOKENS + 1)) == begun_already
     async with Voice(daemon.port) as another:
         await another.hello()
-        assert isinstance(await another.ask(Begin(claim, TOKENS)), Rejected)
-    await worker.say(sent(claim), final_of(claim, TOKENS))
+        assert await another.ask(Begin(claim, TOKENS)) == begun_already
+    await worker.say(sent(claim))
+    assert await worker.ask(Begin(claim, TOKENS)) == begun_already
+    await worker.say(final_of(claim, TOKENS))
     await whole(held)
 
 

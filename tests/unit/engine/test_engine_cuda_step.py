@@ -81,67 +81,38 @@ def random_weights(config: LlamaConfig) -> Weights:
 
 
 @pytest.mark.parametrize(
-    ("family", "width", "products"),
-    [("llama", 3, "fused"), ("qwen2", 1, "fused"), ("qwen3", 2, "fused"), ("qwen2", 2, "prepared"), ("qwen2", 2, "tensor")],
+    ("family", "width"),
+    [("llama", 3), ("qwen2", 1), ("qwen3", 2)],
 )
-def test_a_step_is_the_pytorch_step(interpreter: Executor, family: str, width: int, products: Any) -> None:
-    interpreter.submit(check_step, family, width, products).result()
+def test_a_step_is_the_pytorch_step(interpreter: Executor, family: str, width: int) -> None:
+    interpreter.submit(check_step, family, width).result()
 
 
-@pytest.mark.parametrize("tensor", [False, True], ids=["prepared", "tensor"])
 @pytest.mark.parametrize("kind", ["plain", "normed", "gated", "residual"])
-def test_a_product_is_that_of_float64_and_a_row_the_same_at_every_width(interpreter: Executor, kind: str, tensor: bool) -> None:
-    interpreter.submit(check_product, kind, tensor).result()
+def test_a_product_is_that_of_float64_and_a_row_the_same_at_every_width(interpreter: Executor, kind: str) -> None:
+    interpreter.submit(check_product, kind).result()
 
 
 def test_of_equal_logits_the_lowest_id_wins_and_one_that_is_not_finite_leaves_none(interpreter: Executor) -> None:
     interpreter.submit(check_best).result()
 
 
-@pytest.mark.parametrize(("normed", "gated", "residual"), [(True, True, False), (False, False, True)])
-def test_products_compile_for_hopper(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, normed: bool, gated: bool, residual: bool
+@pytest.mark.parametrize("inputs", [1024, 576])
+def test_products_compile_for_hopper_with_loads_of_16_bytes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inputs: int
 ) -> None:
     from decode_daemon.engine.cuda.products import SLOTS, product
 
-    pointers = {"out": "bf16", "x": "bf16", "weight": "bf16"} | ({"gain": "bf16"} if normed else {"addend": "bf16"})
-    shape = {"inputs": 512, "outputs": 512, "width": 2, "rows": 2, "columns": 512, "vector": 8, "slots": SLOTS}
-    wishes = {"normed": normed, "gated": gated, "residual": residual, "biased": False, "peaked": False, "overlap": True}
-    absent = dict.fromkeys(("peaks", "addend" if normed else "gain"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert "griddepcontrol.wait" in ptx(product, pointers, {"eps": "fp32"}, shape | wishes | absent)
-
-
-@pytest.mark.parametrize("inputs", [1024, 576])
-def test_prepared_products_compile_for_hopper_with_loads_of_16_bytes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inputs: int
-) -> None:
-    from decode_daemon.engine.cuda.prepared import prepared_product
-    from decode_daemon.engine.cuda.products import SLOTS
-
     pointers = {"out": "bf16", "x": "fp32", "weight": "bf16", "squares": "i64"}
-    tile = {"rows": 2, "groups": 1, "columns": 512, "depth": 2, "width": 2, "slots": SLOTS}
+    tile = {"rows": 2, "columns": 512, "depth": 2, "width": 2, "slots": SLOTS}
     wishes = {"normed": True, "gated": True, "residual": False, "biased": False, "peaked": False, "overlap": True}
     absent = dict.fromkeys(("addend", "gain", "scaled", "next_squares", "peaks"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"inputs": inputs, "outputs": 512} | tile | wishes | absent
-    code = ptx(prepared_product, pointers, {"eps": "fp32"}, constants)
+    code = ptx(product, pointers, {"eps": "fp32"}, constants)
     assert "griddepcontrol.wait" in code
     assert ".v4.b32" in code
     assert "ld.global.b16" not in code
-
-
-def test_tensor_products_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from decode_daemon.engine.cuda.products import SLOTS
-    from decode_daemon.engine.cuda.tensor import tensor_product
-
-    pointers = dict.fromkeys(("out", "x", "weight", "addend", "gain", "scaled"), "bf16") | {"next_squares": "i64"}
-    tile = {"inputs": 2048, "outputs": 512, "rows": 16, "groups": 4, "columns": 64, "depth": 2, "width": 2, "slots": SLOTS}
-    wishes = {"normed": False, "gated": False, "residual": True, "biased": False, "peaked": False, "overlap": True}
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    code = ptx(tensor_product, pointers, {"eps": "fp32"}, tile | wishes | dict.fromkeys(("squares", "peaks")))
-    assert "mma.sync" in code
-    assert "cp.async" in code
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -177,9 +148,8 @@ def ptx(kernel: Any, pointers: dict[str, str], scalars: dict[str, str], constant
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
-def check_product(kind: str, tensor: bool) -> None:
-    from decode_daemon.engine.cuda.prepared import SQUARE, prepared_product
-    from decode_daemon.engine.cuda.tensor import tensor_product
+def check_product(kind: str) -> None:
+    from decode_daemon.engine.cuda.products import SQUARE, product
 
     inputs, outputs, gated = 72, 10, kind == "gated"
     normed, residual = kind in ("normed", "gated"), kind == "residual"
@@ -189,10 +159,8 @@ def check_product(kind: str, tensor: bool) -> None:
         return torch.randn(shape, generator=generator)
 
     weight = random(2 * outputs if gated else outputs, inputs).bfloat16()
-    if tensor:
-        weight = weight.float()  # the interpreter's dot knows no bfloat16
     x, before, bias, gain = random(8, inputs), random(8, outputs), random(outputs), random(outputs)
-    if not (normed or tensor):
+    if not normed:
         x = x.bfloat16()  # as attention's and SiLU's results are
     square = torch.rand(8, generator=generator) * inputs
     squares = (square.double() * SQUARE.value).long()
@@ -200,14 +168,12 @@ def check_product(kind: str, tensor: bool) -> None:
     for width in (1, 2, 4, 8):
         out, scaled = before.clone(), torch.zeros(8, outputs)
         next_squares = torch.zeros(8, dtype=torch.int64)
-        kernel, own, rows_of = (tensor_product, 8 if gated else 16, 16) if tensor else (prepared_product, 4, 2)
-        kernel[(-(-outputs // own),)](
+        product[(-(-outputs // 4),)](
             *(out, x, weight, out if residual else bias, squares, gain, scaled, next_squares, None, 1e-5),
             inputs=inputs,
             outputs=outputs,
             width=width,
-            rows=rows_of,
-            groups=2,
+            rows=4,
             columns=16,
             depth=2,
             normed=normed,
@@ -235,8 +201,7 @@ def check_product(kind: str, tensor: bool) -> None:
         torch.testing.assert_close(rows[8][2] / SQUARE.value, y.square().sum(1).float(), rtol=1e-5, atol=1e-5)
 
 
-def check_step(family: str, width: int, products: Any) -> None:
-    from decode_daemon.engine.cuda.plan import Plan
+def check_step(family: str, width: int) -> None:
     from decode_daemon.engine.cuda.step import Step
 
     config = FAMILIES[family]
@@ -246,7 +211,7 @@ def check_step(family: str, width: int, products: Any) -> None:
     reference.forward(ids[:PROMPT], 0)
     found = buckets(CONTEXT, config.kv_heads, config.head_dim)
     assert found[0].chunk == 128
-    step = Step(config, weights, CONTEXT, found[0].splits, overlap=False, plan=Plan(products=products))
+    step = Step(config, weights, CONTEXT, found[0].splits, overlap=False)
     step.cache.fill_(float("nan"))  # positions that nobody has written must not be read
     step.cache[:, :, :, :PROMPT] = reference.cache[:, :, :, :PROMPT]
     step.ids[:width] = ids[PROMPT:]

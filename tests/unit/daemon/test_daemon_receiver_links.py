@@ -1,0 +1,92 @@
+"""A link whose connection breaks and is made again: what was said over the old one is still its own word.
+
+A daemon that reads nothing for a while, as when its machine gives it no time, finds the messages of both connections at once.
+In these tests nothing of the daemon's runs until the test waits.
+"""
+
+import asyncio
+
+import pytest
+
+from decode_daemon import receiver
+from decode_daemon.slots import HandoffFailed, SlotState
+from handoff.messages import Accepted, Begin, Cancel, Stopped, Waiting
+from tests.kit.control import TOKENS, Voice, begun, sent
+from tests.kit.handoff import FIRST_TOKEN, LAYOUT, Landing, comes_true, landing, whole
+
+
+async def reachable(daemon: Landing, link: bytes, *, known: bool) -> None:
+    """Returns once the daemon's socket knows of this link, or that it is no more."""
+    async with asyncio.timeout(5):
+        while await daemon.receiver._delivered(link, Waiting("", 0)) is not known:  # noqa: ASYNC110 - ZeroMQ does not tell
+            await asyncio.sleep(0.01)
+
+
+async def test_a_sent_of_a_connection_that_broke_makes_its_handoff_whole(daemon: Landing) -> None:
+    async with Voice(daemon.port, b"w") as voice:
+        await voice.hello()
+        claim, held = await begun(daemon, voice)
+        await voice.say(sent(claim))
+    async with Voice(daemon.port, b"w", connected=True):
+        daemon.end_prefill(claim, TOKENS)
+        assert (await whole(held)).first_token == FIRST_TOKEN
+
+
+async def test_a_begin_of_a_connection_that_broke_is_answered_over_the_next_one(daemon: Landing) -> None:
+    claim, held = daemon.claim()
+    async with Voice(daemon.port, b"w") as voice:
+        await voice.hello()
+        await voice.say(Begin(claim, TOKENS))
+    async with Voice(daemon.port, b"w", connected=True) as voice:
+        accepted = Accepted(claim.claim.handoff_id, daemon.slots[0].memory.address, LAYOUT.bytes_for(TOKENS))
+        assert await voice.hear() == accepted
+        await voice.say(sent(claim))
+        daemon.end_prefill(claim, TOKENS)
+        assert (await whole(held)).first_token == FIRST_TOKEN
+
+
+async def test_a_stopped_of_a_connection_that_broke_gives_the_memory_back(daemon: Landing) -> None:
+    async with Voice(daemon.port, b"w") as voice:
+        await voice.hello()
+        claim, held = await begun(daemon, voice)
+        releasing = asyncio.create_task(daemon.slots[0].release(held, "the client left", 30))
+        assert isinstance(await voice.hear(), Cancel)
+        await voice.say(Stopped(claim.claim.handoff_id, claim.claim.epoch))
+    async with Voice(daemon.port, b"w", connected=True):
+        await asyncio.wait_for(releasing, 5)
+    assert (daemon.slots[0].state, daemon.slots[0].memory.generation) == (SlotState.FREE, 0)
+
+
+async def test_the_end_of_a_link_concerns_only_what_was_begun_over_it(daemon: Landing) -> None:
+    async with Voice(daemon.port, b"w-0") as old:
+        await old.hello()
+        _, lost = await begun(daemon, old, slot=0)
+    async with Voice(daemon.port, b"w-1", connected=True) as new:
+        await new.hello()
+        claim, held = await begun(daemon, new, slot=1)
+        with pytest.raises(HandoffFailed, match="the connection to the vLLM rank that writes shard 0 is gone"):
+            await whole(lost)
+        assert not held.landed.done()
+        await new.say(sent(claim))
+        daemon.end_prefill(claim, TOKENS)
+        assert (await whole(held)).first_token == FIRST_TOKEN
+
+
+async def test_a_cancel_that_was_lost_with_a_connection_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "_LOOK_S", 60)
+    async with landing() as daemon:
+        async with Voice(daemon.port, b"w") as voice:
+            await voice.hello()
+            claim, held = await begun(daemon, voice)
+        await reachable(daemon, b"w", known=False)
+        releasing = asyncio.create_task(daemon.slots[0].release(held, "the client left", 30))
+        await comes_true(lambda: daemon.slots[0].state is SlotState.DRAINING and daemon.receiver._replies.empty())
+        for _ in range(receiver._MISSED_LOOKS - 1):  # as long as a connector may take to connect again
+            await daemon.receiver._look()
+        async with Voice(daemon.port, b"w", connected=True) as voice:
+            await reachable(daemon, b"w", known=True)
+            await daemon.receiver._look()
+            assert await voice.hear() == Cancel(claim.claim.handoff_id, claim.claim.epoch, "the client left")
+            await voice.say(Stopped(claim.claim.handoff_id, claim.claim.epoch))
+            await asyncio.wait_for(releasing, 5)
+        assert (daemon.slots[0].state, daemon.slots[0].memory.generation) == (SlotState.FREE, 0)
