@@ -61,14 +61,15 @@ def _write(path: Path | None, figures: dict[str, Any]) -> None:
 def _checks(device: torch.device, overlap: bool, weights: WeightsKind, figures: dict[str, Any]) -> int:
     """Print every comparison of every case, with fp8 `weights` of theirs only; return how many failed."""
     kinds: tuple[WeightsKind, ...] = ("fp8",) if weights == "fp8" else ("as-is", "fp8")
-    done = [
-        one
-        for kind in kinds
-        for case, config in (FP8_CASES if kind == "fp8" else CASES).items()
-        for one in check(case, config, device, overlap=overlap, weights_as=kind)
-    ]
-    for one in done:
-        print(f"{'ok    ' if one.met else 'FAILED'} {one.case}: {one.what} {one.value:.4g} (at most {one.limit:.4g})")
+    done = []
+    for kind in kinds:
+        for case, config in (FP8_CASES if kind == "fp8" else CASES).items():
+            for one in check(case, config, device, overlap=overlap, weights_as=kind):
+                print(
+                    f"{'ok    ' if one.met else 'FAILED'} {one.case}: {one.what} {one.value:.4g} (at most {one.limit:.4g})",
+                    flush=True,
+                )
+                done.append(one)
     failed = sum(not one.met for one in done)
     figures["checks"] = {"passed": len(done) - failed, "failed": failed}
     print(f"checks: {len(done) - failed} passed, {failed} failed", flush=True)
