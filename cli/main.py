@@ -10,7 +10,7 @@ import typer
 
 from cli import bench
 from cli.flags import FORWARD, S, run_with_flags
-from process.errors import ProcessError
+from process.errors import LostError, ProcessError
 
 if TYPE_CHECKING:
     from cli.settings import LocalSettings
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gateway.settings import GatewaySettings
 
 EXIT_REFUSED = 2
+EXIT_LOST = 1  # what starts processes again should do so
 
 app = typer.Typer(
     help="A latency lane beside vLLM: vLLM prefills, a decode daemon runs the last leg.",
@@ -209,7 +210,7 @@ def _told_errors() -> Iterator[None]:
         yield
     except ProcessError as error:
         typer.echo(f"anchorleg: {error}", err=True)
-        raise typer.Exit(EXIT_REFUSED) from None
+        raise typer.Exit(EXIT_LOST if isinstance(error, LostError) else EXIT_REFUSED) from None
 
 
 if __name__ == "__main__":

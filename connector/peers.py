@@ -1,9 +1,10 @@
 """The worker side's sockets to daemons, and the handshake each begins with."""
 
 import logging
+import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import count
 
 import zmq
 
@@ -35,6 +36,7 @@ Address = tuple[str, int]
 _LINGER_MS = 1000  # for the last message to get out
 _MAX_LINKS = 128  # daemons come and go, and libzmq has 1,023 sockets
 _MAX_HELLOS = 2  # per handoff: a daemon that restarted asks for one more
+_HELLO_S = 0.9  # between two to one daemon
 _LAST_WORDS = 64  # kept per daemon, which has at most 16 slots
 
 
@@ -46,6 +48,7 @@ class Link:
     socket: "zmq.Socket[bytes]"
     peer: Peer | None = None
     greeted: bool = False  # Hello has been said
+    greeted_at: float = 0.0
     welcome: bool = False  # and Welcome has come back: Begin may be said
     stale: bool = False  # a write through the peer failed: connect anew once no handoff writes through it
     waiting: list[Outgoing] = field(default_factory=list)  # to begin when the daemon says Welcome
@@ -69,7 +72,6 @@ class Peers:
         self._identity = identity
         self._poller = poller  # watches exactly the open sockets
         self._links: dict[Address, Link] = {}  # the least recently used first
-        self._sockets_opened = count()
 
     def begin(self, outgoing: Outgoing, live: Mapping[str, Outgoing]) -> None:
         """Ask for a landing region, after the handshake where there has been none.
@@ -109,8 +111,9 @@ class Peers:
         if link is None:
             return
         if not link.welcome:
-            link.greeted = False
-            self._greet(link)
+            if time.monotonic() - link.greeted_at > _HELLO_S:  # several handoffs may wait for one Welcome
+                link.greeted = False
+                self._greet(link)
         elif outgoing.asked is not None:
             self._ask(link, outgoing)
 
@@ -165,15 +168,15 @@ class Peers:
         link.socket.close(linger=_LINGER_MS)
 
     def _open(self, address: Address) -> Link:
-        # A name of its own: the daemon's answers would go to the socket before this one while that one lingers.
-        name = b"%s-%d" % (self._identity, next(self._sockets_opened))
+        # A name of its own, since answers would go to the socket before this one while that one lingers; nobody can guess it.
+        name = b"%s-%s" % (self._identity, secrets.token_hex(8).encode())
         socket = open_dealer(self._context, address, linger_ms=_LINGER_MS, identity=name)
         self._poller.register(socket, zmq.POLLIN)
         return Link(name, socket)
 
     def _greet(self, link: Link) -> None:
         if not link.greeted:
-            link.greeted = True
+            link.greeted, link.greeted_at = True, time.monotonic()
             self._send(link, self._hello)
 
     def _ask(self, link: Link, outgoing: Outgoing) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(f"vllm.anchorleg.{__name__}")  # below vLLM's own log
 
 _FENCE_S = 0.5  # vLLM's step waits for it, and with it every user
 # While blocks are held vLLM takes one empty step after another, as fast as it can. Each of them waits so long: the sender's
-# thread, which shares the interpreter with them, would otherwise get the least of it. A new request waits no longer than that.
+# thread, which shares the interpreter with them, would otherwise get the least of it. A new request may wait as long.
 _REST_S = 0.002
 # Each further one waits twice as long, up to this. Between two steps the processes of several ranks spin, and a daemon that
 # shares their cores may get too little of them to answer: some were silent for as long as blocks were held for their answer.

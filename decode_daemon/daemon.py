@@ -32,7 +32,7 @@ from handoff.messages import ModelIdentity
 from handoff.transport import TransportError
 from handoff.transports import open_transport
 from leases import Advertiser, LeasesUnavailable, LeaseTable, Node
-from process.errors import ConfigError, PortBusyError, ProcessError
+from process.errors import ConfigError, LostError, PortBusyError
 from process.metrics import serve_metrics
 from process.signals import StopSignal
 
@@ -60,12 +60,17 @@ async def serve(settings: DaemonSettings) -> None:
     """Run a daemon until SIGTERM or SIGINT, then let running requests finish."""
     async with StopSignal() as stop, _told(running(settings)) as daemon:
         log.info("daemon ready", node=daemon.node.node_id, decode=daemon.node.decode_endpoint, slots=daemon.node.slots)
-        await stopped(stop, daemon.runner)
+        try:
+            await stopped(stop, daemon.runner)
+        except LostError as error:
+            log.error("engine lost", error=str(error))
+            daemon.service.cut()  # gateways go on elsewhere at once: nothing that lands here would be decoded
+            raise
         log.info("draining", seconds=settings.drain_timeout_s)
 
 
 async def stopped(stop: StopSignal, runner: EngineRunner) -> None:
-    """Wait for a stop signal; raises ProcessError when the engine is lost before: its slots must not be given out any more."""
+    """Wait for a stop signal; raises LostError when the engine is lost before: its slots must not be given out any more."""
     ways = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(runner.lost())
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -73,7 +78,7 @@ async def stopped(stop: StopSignal, runner: EngineRunner) -> None:
         for way in ways:
             way.cancel()
     if not stop.received:
-        raise ProcessError(str(ways[1].result()))
+        raise LostError(str(ways[1].result()))
 
 
 @asynccontextmanager

@@ -71,12 +71,16 @@ class Occupancy:
     decoding: bool = False
     owed: int = 0  # output tokens that the engine may still have to make for it
 
-    def repeats(self, writer: Writer) -> bool:
-        """Whether this rank writes already, by the same link: its Begin comes again where the answer may have been lost."""
+    def repeated(self, writer: Writer) -> Writer | None:
+        """Return this rank's writer if it writes already, by the same link: its Begin comes again where the answer was lost."""
         known = self.writers.get(writer.shard)
         if known is None or not known.active or known.lost:
-            return False
-        return (known.identity, known.engine, known.tokens) == (writer.identity, writer.engine, writer.tokens)
+            return None
+
+        def told(one: Writer) -> object:
+            return one.identity, one.engine, one.tokens, one.shards, one.layout
+
+        return known if told(known) == told(writer) else None
 
     def admit(self, writer: Writer, room: int, now: float) -> int:
         """Let a rank write its shard into a region of `room` bytes; returns where its part begins.
@@ -100,6 +104,8 @@ class Occupancy:
                 raise SlotRefused("replayed", f"another vLLM ({other.engine}) has already begun handoff {self.handoff_id}")
         if writer.shard in self.writers:
             raise SlotRefused("replayed", f"shard {writer.shard} has already begun handoff {self.handoff_id}")
+        if self.landed.done():  # nobody would read it, and its memory would wait for a writer that may be gone
+            raise SlotRefused("failed", f"handoff {self.handoff_id} has failed already")
 
     def arrived(self, identity: bytes, message: Sent, now: float) -> None:
         """One shard's writes are done; raises SlotRefused for what no accepted writer can say."""

@@ -42,6 +42,7 @@ log = structlog.get_logger(__name__)
 
 _MAX_CONNECTORS = 4096
 _MAX_LAYOUTS = 64
+_LONGEST_NAME = 255  # of ZeroMQ's identities
 # How soon it is found out that a writer has died. Its process's end closes the connection at once, its host's end is noticed
 # by ZeroMQ's own heartbeat. One that was only interrupted tries to connect every 1.1 s (`connector.sockets`), and is back
 # before so many looks have missed it.
@@ -128,8 +129,14 @@ class Receiver:
                 continue
             # The link's name before the socket's: a connection that broke may have got another (`handoff.messages`).
             identity, frame = frames[-2:]
+            if len(identity) > _LONGEST_NAME:
+                log.warning("control message of the wrong form", name_bytes=len(identity))
+                continue
             try:
-                self._handle(identity, decode_for_daemon(frame))
+                message = decode_for_daemon(frame)
+                if isinstance(message, Hello) and len(frames) > 2:
+                    raise MessageError("Hello names a link: it is introduced by its own socket only")
+                self._handle(identity, message)
             except MessageError as error:
                 log.warning("control message refused", error=str(error))
             except Exception:

@@ -120,9 +120,8 @@ class LandingSlot:
 
     def region_of(self, writer: Writer, handoff_id: str, epoch: int) -> tuple[int, int] | None:
         """Return what `begin` has returned to this rank, None where it has not begun by this link; raises SlotRefused."""
-        if not self._expect(handoff_id, epoch).repeats(writer):
-            return None
-        return self.memory.address + writer.shard * writer.length, writer.length
+        known = self._expect(handoff_id, epoch).repeated(writer)
+        return None if known is None else (self.memory.address + known.shard * known.length, known.length)
 
     def expects(self, writer: Writer, handoff_id: str, epoch: int) -> None:
         """Raise SlotRefused unless this rank's shard is one that the handoff still waits for."""

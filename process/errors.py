@@ -16,5 +16,9 @@ class ConfigError(ProcessError):
     """A setting is unknown, missing or wrong."""
 
 
+class LostError(ProcessError):
+    """The process cannot go on, through nobody's settings: started anew, it may."""
+
+
 class PortBusyError(ProcessError):
     """A port that this process was told to listen on cannot be had."""

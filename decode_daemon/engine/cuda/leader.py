@@ -73,7 +73,7 @@ class Leader:
     def step(self, weights: Weights) -> Step:
         """Give every rank its part of `weights`, and return rank 0's step. Raises torch.OutOfMemoryError, EngineError."""
         group, parts = self._together, {}
-        with self._watched():
+        with self._watched(starting=True):
             for layer, field, tensor in named(weights):
                 whole = tensor.to(group.device).contiguous()  # cut where that is quick
                 own, *others = (shard.cut(field, whole) for shard in self._shards)
@@ -221,12 +221,17 @@ class Leader:
                 pipe.send_bytes(told)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """What fails in a collective, or for want of another rank, is told with that rank's name."""
+    def _watched(self, *, starting: bool = False) -> Iterator[None]:
+        """What fails in a collective, or for want of another rank, is told with that rank's name.
+
+        Later than the start, too little memory is such a failure too: the others wait for what rank 0 did not come to queue.
+        """
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
+        except torch.OutOfMemoryError as error:
+            if starting:
+                raise
+            raise self._failure(f"rank 0: {error}") from error
         except (RuntimeError, OSError, EOFError) as error:
             raise self._failure(f"rank 0: {type(error).__name__}: {error}") from error
 
@@ -267,7 +272,7 @@ class Leader:
             child.join(max(0.0, end - time.monotonic()))
             if child.is_alive():
                 child.kill()
-                child.join()
+                child.join(_LAST_WORDS_S)  # one that is stuck in the driver of a GPU that failed does not end
         for pipe in self._pipes:
             self._said.unregister(pipe)
             pipe.close()

@@ -5,14 +5,15 @@ In these tests nothing of the daemon's runs until the test waits.
 """
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from decode_daemon import receiver
 from decode_daemon.slots import HandoffFailed, SlotState
-from handoff.messages import Accepted, Begin, Cancel, Stopped, Waiting
+from handoff.messages import Accepted, Begin, Cancel, Rejected, Stopped, Waiting, encode
 from tests.kit.control import TOKENS, Voice, begun, sent
-from tests.kit.handoff import FIRST_TOKEN, LAYOUT, Landing, comes_true, landing, whole
+from tests.kit.handoff import FIRST_TOKEN, LAYOUT, Landing, comes_true, hello, landing, whole
 
 
 async def reachable(daemon: Landing, link: bytes, *, known: bool) -> None:
@@ -90,3 +91,37 @@ async def test_a_cancel_that_was_lost_with_a_connection_is_said_again(monkeypatc
             await voice.say(Stopped(claim.claim.handoff_id, claim.claim.epoch))
             await asyncio.wait_for(releasing, 5)
         assert (daemon.slots[0].state, daemon.slots[0].memory.generation) == (SlotState.FREE, 0)
+
+
+@pytest.mark.parametrize("name", [b"other", b"n" * 256])
+async def test_hello_introduces_its_own_link_only(daemon: Landing, name: bytes) -> None:
+    async with Voice(daemon.port, b"w") as voice:
+        await voice._socket.send_multipart([name, encode(hello())])
+        await voice.hushed()
+    assert name not in daemon.receiver._connectors
+
+
+async def test_a_handoff_that_has_failed_takes_no_writer_any_more(daemon: Landing) -> None:
+    claim, held = daemon.claim()
+    held.fail("the other rank has given it up")
+    async with Voice(daemon.port, b"w") as voice:
+        await voice.hello()
+        answer = await voice.ask(Begin(claim, TOKENS))
+    assert isinstance(answer, Rejected)
+    assert "has failed already" in answer.reason
+    with pytest.raises(HandoffFailed):
+        await held.landed
+    assert not held.writers
+
+
+async def test_a_begin_again_by_a_rank_that_has_become_another_is_a_replay(daemon: Landing) -> None:
+    async with Voice(daemon.port, b"w") as voice:
+        await voice.hello()
+        claim, held = await begun(daemon, voice)
+        known = held.writers[0]
+        assert held.repeated(known) is known
+        assert held.repeated(replace(known, shards=2)) is None
+        assert held.repeated(replace(known, tokens=TOKENS + 1)) is None
+        await voice.say(sent(claim))
+        await comes_true(lambda: not known.active)
+        assert held.repeated(known) is None

@@ -19,7 +19,7 @@ from decode_daemon.memory import LandingMemory
 from decode_daemon.runner import EngineRunner, Timings
 from decode_daemon.slots import Landed, LandingSlot, Writer
 from handoff.messages import Sent
-from process.errors import ProcessError
+from process.errors import LostError
 from process.signals import StopSignal
 from tests.kit.handoff import LANDING_BYTES, LAYOUT, claim_of, final_of
 from tests.kit.streaming import TOKENS, Memory, ScriptedEngine, counting
@@ -79,6 +79,6 @@ async def test_a_daemon_ends_when_its_engine_can_do_nothing_any_more() -> None:
         assert not ending.done()
         with pytest.raises(EngineLostError):
             await anext(steps)
-        with pytest.raises(ProcessError, match="rank 1 is lost"):
+        with pytest.raises(LostError, match="rank 1 is lost"):
             await asyncio.wait_for(ending, 1)
     runner.close()
