@@ -111,7 +111,6 @@ async def test_a_claim_that_has_been_used_opens_nothing_a_second_time(daemon: La
         ({"slot": 1}, "slot 1, which is free"),
         ({"slot": 2}, "slot 2 is not one of 2"),
         ({"handoff_id": new_handoff_id()}, "slot 0 waits for handoff"),
-        ({"expires": 1}, "the claim has expired"),
         ({"version": 2}, "claim version 2"),
     ],
 )
@@ -125,6 +124,17 @@ async def test_a_writer_with_another_claim_is_refused_by_name(
     assert reason in answer.reason
     assert not answer.hello
     assert isinstance(await worker.ask(Begin(claim, TOKENS)), Accepted)
+
+
+async def test_a_claim_that_has_expired_is_refused_and_ends_its_handoff(daemon: Landing, worker: Voice) -> None:
+    claim, held = daemon.claim(epoch=10_000)
+    expired = KEYS.sign(msgspec.structs.replace(claim.claim, expires=1))
+    for of, reason in ((expired, "the claim has expired"), (claim, "has failed already")):
+        answer = await worker.ask(Begin(of, TOKENS))
+        assert isinstance(answer, Rejected)
+        assert reason in answer.reason
+    with pytest.raises(HandoffFailed, match="expired"):
+        await held.landed
 
 
 async def test_a_forged_claim_is_refused(daemon: Landing, worker: Voice) -> None:

@@ -120,7 +120,8 @@ class SlotMachine(RuleBasedStateMachine):
         due = self.held is not None and self.held.epoch == epoch
         others = list(self.held.writers.values()) if self.held else []
         first = due and rank not in {other.shard for other in others} and all(other.engine == engine for other in others)
-        expected = first and all(other.tokens == tokens for other in others)
+        failed = self.held is not None and self.held.landed.done()
+        expected = first and not failed and all(other.tokens == tokens for other in others)
         granted = self.call(self.slot.begin, writer, f"handoff-{epoch}", epoch, 0.0)
         assert (granted is not None) == expected
         if granted is not None:
