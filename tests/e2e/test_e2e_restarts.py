@@ -189,6 +189,7 @@ async def test_a_host_that_is_gone_in_mid_handoff_costs_vllm_nothing(legs: Legs)
         handoff.call.cancel()
 
 
+@pytest.mark.endurance
 async def test_a_prefill_that_dies_in_mid_handoff_is_told_of_and_either_leg_may_begin_anew_after_the_other(legs: Legs) -> None:
     await legs.exact(16)
     ids = prompt(LONG // 3, 17)
