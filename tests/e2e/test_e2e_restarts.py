@@ -50,8 +50,8 @@ class Legs:
         await until(holds_nothing, "every slot is free and vLLM holds no block", PATIENCE_S)
 
     @asynccontextmanager
-    async def frozen_under_a_write(self, ids: list[int]) -> AsyncIterator["Handoff"]:
-        """A handoff whose daemon has let the connector write, and then stands still: what is written goes to nobody."""
+    async def begun(self, ids: list[int]) -> AsyncIterator["Handoff"]:
+        """A handoff that the daemon has accepted, of which the connector does not know yet: nothing has been written."""
         async with Notices(self.daemon.control_port) as notices:
             door = replace(self.daemon.door, control_port=notices.port)
             await self.exact(len(ids), door)  # the connector's first words, which may take their time
@@ -59,15 +59,23 @@ class Legs:
             call = await door.reserved(claim)
             notices.keep("Accepted")
             asking = asyncio.create_task(self.vllm.complete(ids, params=to_params(claim), max_tokens=1))
-            async with asyncio.timeout(PATIENCE_S):
-                await notices.kept.wait()
-            self.daemon.freeze()
-            notices.pass_on()
             try:
-                yield Handoff(door, call, asking)
+                async with asyncio.timeout(PATIENCE_S):
+                    await notices.kept.wait()
+                yield Handoff(door, call, asking, notices)
+            finally:
+                await gone(asking)
+
+    @asynccontextmanager
+    async def frozen_under_a_write(self, ids: list[int]) -> AsyncIterator["Handoff"]:
+        """A handoff whose daemon has let the connector write, and then stands still: what is written goes to nobody."""
+        async with self.begun(ids) as handoff:
+            self.daemon.freeze()
+            handoff.notices.pass_on()
+            try:
+                yield handoff
             finally:
                 self.daemon.thaw()
-                await gone(asking)
 
 
 @dataclass
@@ -77,6 +85,7 @@ class Handoff:
     door: Door
     call: Any
     asking: "asyncio.Task[dict[str, Any]]"
+    notices: Notices
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -189,21 +198,11 @@ async def test_a_host_that_is_gone_in_mid_handoff_costs_vllm_nothing(legs: Legs)
         handoff.call.cancel()
 
 
-@pytest.mark.endurance
 async def test_a_prefill_that_dies_in_mid_handoff_is_told_of_and_either_leg_may_begin_anew_after_the_other(legs: Legs) -> None:
-    await legs.exact(16)
-    ids = prompt(LONG // 3, 17)
-    claim = await legs.daemon.door.claim()
-    call = await legs.daemon.door.reserved(claim)
-    asking = asyncio.create_task(legs.vllm.complete(ids, params=to_params(claim), max_tokens=LONG // 2))
-
-    async def running() -> bool:
-        return await legs.vllm.metric("num_requests_running") > 0
-
-    await until(running, "vLLM has begun", PATIENCE_S)
-    legs.process.kill()
-    assert await ended(call, ids) in CLEAN
-    await gone(asking)
+    ids = prompt(LONG, 17)
+    async with legs.begun(ids) as handoff:
+        legs.process.kill()
+        assert await ended(handoff.call, ids) in CLEAN
     legs.process.start()
     await legs.vllm.ready()
     await legs.exact(18)
