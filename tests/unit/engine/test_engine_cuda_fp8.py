@@ -19,6 +19,7 @@ from decode_daemon.engine.loop import LlamaEngine
 from decode_daemon.engine.model import LlamaModel
 from decode_daemon.engine.protocol import EngineError
 from decode_daemon.engine.steps import choose_step
+from tests.kit.products import is_the_product
 from tests.unit.engine.test_engine_cuda_step import CONTEXT, PLAIN, PROMPT, interpreter, ptx, random_weights
 
 triton = pytest.importorskip("triton")
@@ -219,19 +220,12 @@ def check_product(kind: str, inputs: int) -> None:
             next_squares=next_squares,
         )
         rows[width] = out[:width], scaled[:width], next_squares[:width]
-    for width in (1, 2, 4):
-        for found, wide in zip(rows[width], rows[8], strict=True):
-            assert torch.equal(found, wide[:width])
-    y = x.double() @ weight.dequantized(torch.float64).T
-    if normed:
-        y *= torch.rsqrt(square.double() / inputs + 1e-5)[:, None]
-    if gated:
-        y = torch.nn.functional.silu(y[:, :outputs]) * y[:, outputs:]
-    else:
-        y += before.double() if residual else bias.double()
-    torch.testing.assert_close(rows[8][0], y.float(), rtol=1e-5, atol=1e-5)
-    if residual:
-        torch.testing.assert_close(rows[8][1], (y * gain).float(), rtol=1e-5, atol=1e-5)
+    is_the_product(
+        *(rows, weight.dequantized(torch.float64), x, before if residual else bias),
+        square=square if normed else None,
+        gain=gain if residual else None,
+        gated=gated,
+    )
 
 
 def check_step(config: LlamaConfig, width: int) -> None:

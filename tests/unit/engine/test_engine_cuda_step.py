@@ -15,6 +15,7 @@ from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.cuda.buckets import buckets, padded
 from decode_daemon.engine.model import LlamaModel
 from decode_daemon.engine.weights import LayerWeights, Weights
+from tests.kit.products import is_the_product
 
 pytest.importorskip("triton")
 
@@ -185,20 +186,12 @@ def check_product(kind: str) -> None:
             overlap=False,
         )
         rows[width] = out[:width], scaled[:width], next_squares[:width]
-    for width in (1, 2, 4):
-        for found, wide in zip(rows[width], rows[8], strict=True):
-            assert torch.equal(found, wide[:width])
-    y = x.double() @ weight.double().T
-    if normed:
-        y *= torch.rsqrt(square.double() / inputs + 1e-5)[:, None]
-    if gated:
-        y = torch.nn.functional.silu(y[:, :outputs]) * y[:, outputs:]
-    else:
-        y += before.double() if residual else bias.double()
-    torch.testing.assert_close(rows[8][0], y.float(), rtol=1e-5, atol=1e-5)
-    if residual:
-        torch.testing.assert_close(rows[8][1], (y * gain).float(), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(rows[8][2] / SQUARE.value, y.square().sum(1).float(), rtol=1e-5, atol=1e-5)
+    is_the_product(
+        *(rows, weight.double(), x, before if residual else bias),
+        square=square if normed else None,
+        gain=gain if residual else None,
+        gated=gated,
+    )
 
 
 def check_step(family: str, width: int) -> None:
