@@ -18,6 +18,8 @@ CASES = {
     "llama, tied, dim 64, 3 heads a KV head": replace(_SMALL, hidden=576, heads=9, kv_heads=3, head_dim=64, tied=True),
     "qwen2: bias, 7 heads a KV head": replace(_SMALL, heads=14, head_dim=64, qkv_bias=True, rope_scaling=None),
     "qwen3: QK norm": replace(_SMALL, qk_norm=True, kv_heads=8, rope_scaling=None),
+    # Matrices whose tiles go round the ring several times in each of its blocks, as those of any real model do.
+    "llama, the 8B's own matrices": replace(LLAMA_8B, layers=2, max_positions=4096),
 }
 FP8_CASES = {
     "fp8 weights": _SMALL,

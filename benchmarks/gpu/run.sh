@@ -90,8 +90,8 @@ for wanted in "$@"; do
     case $wanted in
         install) stage install 90 bash -c install; [ "$failed" = 0 ] || break ;;
         environment) stage environment 60 bash -c environment ;;
-        checks) stage checks 120 python3 -m benchmarks.gpu --only checks ;;
-        parallel) stage parallel 120 python3 -m benchmarks.gpu.parallel --gpus 2 --models 8B --json "$out/parallel.json" ;;
+        checks) stage checks 180 python3 -m benchmarks.gpu --only checks ;;
+        parallel) stage parallel 200 python3 -m benchmarks.gpu.parallel --gpus 2 --models 8B --json "$out/parallel.json" ;;
         steps-*) stage "$wanted" 160 bash -c "steps ${wanted#*-}" ;;
         probe) stage probe 60 bash -c probe ;;
         wire-host) stage "$wanted" 90 bash -c 'wire host --model 8B --land-on-host' ;;

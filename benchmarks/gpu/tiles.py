@@ -1,4 +1,4 @@
-"""Times the product kernel alone, tile by tile: `python -m benchmarks.gpu.tiles`; its best are engine/cuda/tiles.py's.
+"""Times Triton's product alone, tile by tile: `python -m benchmarks.gpu.tiles`; its best are engine/cuda/tiles.py's.
 
 With --fp8 weights are e4m3. Words name products, such as 8B or down.
 
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def x_dtype(self) -> torch.dtype:
-        """Of the rows, as `Step` allocates them."""
+        """Of the rows, as `Step` allocates them for Triton's products."""
         return torch.bfloat16 if "down" in self.name else torch.float32
 
 

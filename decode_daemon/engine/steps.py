@@ -135,10 +135,18 @@ def _cuda(config: LlamaConfig, weights: Weights, context_tokens: int, ranks: int
             raise _NoCudaError(reason)
     try:
         model = CudaModel(config, weights, context_tokens, device=device, ranks=ranks, weights_as=weights_as)
-    except RuntimeError as error:  # of CUDA, or of Triton, which needs a C compiler to launch what it compiled
+    except RuntimeError as error:  # of CUDA, of the ring, or of Triton, which needs a C compiler to launch
         raise _NoCudaError(str(error)) from error
     name = torch.cuda.get_device_name(device)
-    log.info("decode step", step="cuda", why="this GPU runs it", device=name, gpus=ranks, weights=weights_as)
+    log.info(
+        "decode step",
+        step="cuda",
+        why="this GPU runs it",
+        device=name,
+        gpus=ranks,
+        weights=weights_as,
+        products=model.products,
+    )
     return model
 
 

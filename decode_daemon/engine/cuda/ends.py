@@ -21,13 +21,22 @@ def embed(
     hidden: tl.constexpr,
     block: tl.constexpr,  # hidden and norms fit it, a power of two
     overlap: tl.constexpr,
+    lines: tl.constexpr = 0,  # of the packed matrix that the embedding is (see `ring.pack`); 0: it is not packed
+    columns: tl.constexpr = 0,
 ):
     """Copy the embedding of each of `ids` to `x`, and prepare the first norm as `product` does its next one; grid (width,)."""
     if overlap:
         gdc_launch_dependents()
     row = tl.program_id(0)
     at = tl.arange(0, block)
-    values = tl.load(embedding + tl.load(ids + row) * hidden + at, mask=at < hidden, other=0.0)
+    token = tl.load(ids + row)
+    if lines == 0:
+        place = token * hidden + at
+    else:
+        groups = tl.minimum(hidden - at // columns * columns, columns) // 32  # of a line, in this pass
+        place = token // lines * (lines * hidden) + at // columns * (lines * columns)
+        place += ((token % lines // 8 * groups + at % columns // 32) * 8 + token % 8) * 32 + at % 32
+    values = tl.load(embedding + place, mask=at < hidden, other=0.0)
     tl.store(x + row * hidden + at, values, mask=at < hidden)
     values = values.to(tl.float32)
     gains = tl.load(gain + at, mask=at < hidden, other=0.0).to(tl.float32)

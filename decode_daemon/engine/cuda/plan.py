@@ -34,5 +34,5 @@ class Attention:
 class Plan:
     """What a step's kernels are given."""
 
-    tiles: Mapping[tuple[int, int], Tile] = field(default_factory=dict)  # by (inputs, matrix rows), where not `tile_for`'s
+    tiles: Mapping[tuple[int, int], Tile] = field(default_factory=dict)  # of `Tiled`, where not `tile_for`'s
     attention: Attention = Attention()

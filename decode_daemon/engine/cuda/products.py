@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, assignment"
 # Kernels are Triton's language, not Python's: their arguments are pointers and tensors that mypy has no types for.
-"""Matrix times a few rows, in few instructions a weight: what comes before the product and what comes after it are part of it.
+"""`Tiled`'s kernel: matrix times a few rows, with few instructions a weight; what comes before and after it is part of it.
 
 A program owns some rows of the matrix over its whole width, so there is one order of summation for each output, whatever the
 number of rows of `x`: nothing is split over K and nothing is added atomically but integers. Every row of `x` has sums of its

@@ -17,15 +17,14 @@ from decode_daemon.engine.cuda.attention import attend, combine
 from decode_daemon.engine.cuda.buckets import MAX_WIDTH, Bucket, power_of_two
 from decode_daemon.engine.cuda.ends import advance, embed
 from decode_daemon.engine.cuda.join import Join
+from decode_daemon.engine.cuda.multiply import Multiplier, NextNorm, Product
 from decode_daemon.engine.cuda.plan import Plan
-from decode_daemon.engine.cuda.products import SLOTS, product
-from decode_daemon.engine.cuda.quantized import Quantized, QuantizedLayer, QuantizedWeights
-from decode_daemon.engine.cuda.tiles import tile_for
+from decode_daemon.engine.cuda.products import SLOTS
+from decode_daemon.engine.cuda.quantized import QuantizedLayer, QuantizedWeights
 from decode_daemon.engine.model import empty_cache, rope_tables
 from decode_daemon.engine.weights import LayerWeights, Weights
 
 NO_PEAK = -(2**63)  # below every (logit, id)
-_EMBED_BLOCK = 1024
 _ATTENTION_ROWS = 16  # the fewest a tensor core takes
 _JOINED = 2048  # elements of the splits that one warp of `combine` holds
 _PLAN = Plan()
@@ -45,6 +44,7 @@ class Step:
         weights: Weights | QuantizedWeights,
         context_tokens: int,
         splits: int,
+        multiplier: Multiplier,
         *,
         overlap: bool,
         plan: Plan = _PLAN,
@@ -52,6 +52,7 @@ class Step:
     ) -> None:
         """Allocate for contexts of `context_tokens` in at most `splits` splits, on the device of `weights`.
 
+        `weights` are those that `multiplier` packed; a head that is the embedding was packed once, as the head.
         `overlap` lets a kernel start, and load its first weights, while the one before it ends (programmatic dependent launch).
         With `join`, `config` and `weights` are one rank's part; `logits` are of its ids, but `best` of all ranks'.
         """
@@ -73,14 +74,14 @@ class Step:
 
         self._x = rows(config.hidden)
         self._qkv = rows((heads + 2 * config.kv_heads) * dim)
-        self._attended = rows(heads * dim, torch.float32)
+        self._attended = rows(heads * dim, multiplier.x_dtype)
         self._inner = rows(config.intermediate)
         self.logits = rows(config.vocab_size)
         self._partial = rows(heads * splits * dim, torch.float32)
         self._split_peaks, self._split_masses = rows(heads * splits, torch.float32), rows(heads * splits, torch.float32)
-        self._scaled = rows(config.hidden, torch.float32)
+        self._scaled = rows(config.hidden, multiplier.x_dtype)
         self._squares = torch.zeros(2 * config.layers + 1, MAX_WIDTH, dtype=torch.int64, device=device)
-        self._overlap, self._plan = overlap, plan
+        self.multiplier, self._overlap, self._plan = multiplier, overlap, plan
 
     def launch(self, width: int, bucket: Bucket) -> None:
         """Queue a step of up to `width` (1, 2, 4 or 8) rows whose positions lie in `bucket`."""
@@ -88,79 +89,45 @@ class Step:
         if self.join is not None:
             self.join.advance(width, self.best, self.ids, self.state, self._peaks)
             return
-        advance[(1,)](self.best, self.ids, self.state, self._peaks, width, SLOTS, self._overlap, **self._options())
+        launched = advance[(1,)](self.best, self.ids, self.state, self._peaks, width, SLOTS, self._overlap, **self._options())
+        self.multiplier.beside(launched)
 
     def _compute(self, width: int, bucket: Bucket) -> None:
-        config, final = self.config, self.weights.final_norm
-        layers: Sequence[LayerWeights | QuantizedLayer] = self.weights.layers
+        config, weights = self.config, self.weights
+        layers: Sequence[LayerWeights | QuantizedLayer] = weights.layers
         norms = self._squares.shape[0]
-        embed[(width,)](
-            *(self._x, self._scaled, self._squares, self.ids, self.weights.embedding, layers[0].input_norm),
+        lines, columns = self.multiplier.cut(config.vocab_size) if weights.embedding is weights.head else (0, 0)
+        launched = embed[(width,)](
+            *(self._x, self._scaled, self._squares, self.ids, weights.embedding, layers[0].input_norm),
             norms=norms,
             hidden=config.hidden,
             block=power_of_two(max(config.hidden, norms)),
             overlap=self._overlap,
+            lines=lines,
+            columns=columns,
             num_warps=8,
         )
-        gains = [layer.input_norm for layer in layers[1:]] + [final]
+        self.multiplier.beside(launched)
+        gains = [layer.input_norm for layer in layers[1:]] + [weights.final_norm]
         for nth, (layer, cache, gain) in enumerate(zip(layers, self.cache, gains, strict=True)):
             attention, inner, following = self._squares[2 * nth : 2 * nth + 3]
-            self._product(width, self._qkv, self._scaled, layer.qkv, attention, bias=layer.qkv_bias)
+            self._multiply(width, Product(self._qkv, self._scaled, layer.qkv, attention, bias=layer.qkv_bias))
             self.attend(width, layer, cache, bucket)
-            self._add(width, self._attended, layer.output, (layer.post_norm, inner))
-            self._product(width, self._inner, self._scaled, layer.gate_up, inner, gated=True)
-            self._add(width, self._inner, layer.down, (gain, following))
-        self._product(width, self.logits, self._scaled, self.weights.head, self._squares[-1], peaks=self._peaks)
+            norm = NextNorm(layer.post_norm, self._scaled, inner)
+            self._multiply(width, Product(self._x, self._attended, layer.output, next_norm=norm))
+            self._multiply(width, Product(self._inner, self._scaled, layer.gate_up, inner, gated=True))
+            norm = NextNorm(gain, self._scaled, following)
+            self._multiply(width, Product(self._x, self._inner, layer.down, next_norm=norm))
+        self._multiply(width, Product(self.logits, self._scaled, weights.head, self._squares[-1], peaks=self._peaks))
 
-    def _add(
-        self, width: int, x: torch.Tensor, weight: torch.Tensor | Quantized, next_norm: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Queue: add the product of `x` to the rows, all ranks' parts of it where there are several; see `_product`."""
-        if self.join is None:
-            self._product(width, self._x, x, weight, next_norm=next_norm)
+    def _multiply(self, width: int, product: Product) -> None:
+        """Queue a product; what it adds to the rows are all ranks' parts, where there are several."""
+        norm = product.next_norm
+        if self.join is None or norm is None:
+            self.multiplier.queue(width, product)
         else:
-            self._product(width, self.join.part, x, weight)
-            self.join.add(width, self._x, self._scaled, next_norm)
-
-    def _product(
-        self,
-        width: int,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor | Quantized,
-        squares: torch.Tensor | None = None,
-        *,
-        bias: torch.Tensor | None = None,
-        next_norm: tuple[torch.Tensor, torch.Tensor] | None = None,
-        peaks: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> None:
-        """Queue one product; with `next_norm`, a gain and where squares go, it adds to `out` and prepares that norm."""
-        inputs, outputs, added = x.shape[1], out.shape[1], next_norm is not None
-        values, factors = (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
-        tile = self._plan.tiles.get((inputs, values.shape[0])) or tile_for(
-            inputs, outputs, gated=gated, element_bytes=values.element_size()
-        )
-        gain, next_squares = next_norm or (None, None)
-        product[(-(-outputs // tile.rows),)](
-            *(out, x, values, out if added else bias, squares, gain, self._scaled, next_squares, peaks),
-            self.config.rms_eps,
-            inputs=inputs,
-            outputs=outputs,
-            width=width,
-            rows=tile.rows,
-            columns=tile.columns,
-            depth=tile.depth,
-            normed=squares is not None,
-            gated=gated,
-            biased=bias is not None,
-            residual=added,
-            peaked=peaks is not None,
-            slots=SLOTS,
-            overlap=self._overlap,
-            factors=factors,
-            **self._options(tile.warps),
-        )
+            self.multiplier.queue(width, replace(product, out=self.join.part, next_norm=None))
+            self.join.add(width, self._x, self._scaled, (norm.gain, norm.squares))
 
     def attend(self, width: int, layer: LayerWeights | QuantizedLayer, cache: torch.Tensor, bucket: Bucket) -> None:
         """Queue attention of the rows in `_qkv` over one layer's `cache`, which gets their K and V, into `_attended`."""
@@ -168,7 +135,7 @@ class Step:
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
         splits = self._partial, self._split_peaks, self._split_masses
         blocks = -(-width * heads // kv_heads // _ATTENTION_ROWS)
-        attend[(bucket.splits, kv_heads, blocks)](
+        launched = attend[(bucket.splits, kv_heads, blocks)](
             *splits,
             *(self._qkv, cache, self._cos, self._sin, layer.q_norm, layer.k_norm, self.state),
             math.log2(math.e) / math.sqrt(dim),
@@ -187,7 +154,8 @@ class Step:
             overlap=self._overlap,
             **self._options(self._plan.attention.warps),
         )
-        combine[(heads, width)](
+        self.multiplier.beside(launched)
+        launched = combine[(heads, width)](
             *(self._attended, *splits, self.state, bucket.chunk),
             heads=heads,
             dim=dim,
@@ -195,6 +163,7 @@ class Step:
             overlap=self._overlap,
             **self._options(max(4, bucket.splits * dim // _JOINED)),
         )
+        self.multiplier.beside(launched)
 
     def _options(self, warps: int = 4) -> dict[str, Any]:
         """Return how a kernel is launched; what Triton's interpreter does not know is left out where nothing overlaps."""

@@ -1,4 +1,4 @@
-"""The part of a matrix that one program of `product` takes: measured on an H200, see benchmarks/gpu/NOTES.md."""
+"""The part of a matrix that one program of Triton's `product` takes: measured on an H200, see benchmarks/gpu/NOTES.md."""
 
 from dataclasses import dataclass
 

@@ -229,14 +229,17 @@ def check_product(kind: str, inputs: int) -> None:
 
 
 def check_step(config: LlamaConfig, width: int) -> None:
+    from decode_daemon.engine.cuda.plan import Plan
     from decode_daemon.engine.cuda.step import Step
+    from decode_daemon.engine.cuda.tiled import multiplier_for
 
     weights = quantized(random_weights(config), CPU)
     reference = LlamaModel(config, weights.dequantized(torch.float32), CONTEXT)
     ids = torch.randint(0, config.vocab_size, (PROMPT + width,), generator=torch.Generator().manual_seed(1))
     reference.forward(ids[:PROMPT], 0)
     found = buckets(CONTEXT, config.kv_heads, config.head_dim)
-    step = Step(config, weights, CONTEXT, found[0].splits, overlap=False)
+    multiplier = multiplier_for(config, CPU, quantized=True, overlap=False, plan=Plan())
+    step = Step(config, weights, CONTEXT, found[0].splits, multiplier, overlap=False)
     step.cache[:, :, :, :PROMPT] = reference.cache[:, :, :, :PROMPT]
     step.ids[:width] = ids[PROMPT:]
     step.state.copy_(torch.tensor((PROMPT, width)))

@@ -1,6 +1,7 @@
 """What the CUDA model queues, without a GPU: its graphs are replaced by a function that stands for the model."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,7 @@ class FakeStep:
         self.best = torch.zeros(8, dtype=torch.int64)
         self.logits = torch.zeros(8, VOCAB)
         self.cache = torch.zeros(1)
+        self.multiplier = SimpleNamespace(name="ring")
         self.launched: list[tuple[list[int], int, int, int]] = []
         self.broken = False
 

@@ -195,7 +195,9 @@ def check_product(kind: str) -> None:
 
 
 def check_step(family: str, width: int) -> None:
+    from decode_daemon.engine.cuda.plan import Plan
     from decode_daemon.engine.cuda.step import Step
+    from decode_daemon.engine.cuda.tiled import multiplier_for
 
     config = FAMILIES[family]
     weights = random_weights(config)
@@ -204,7 +206,8 @@ def check_step(family: str, width: int) -> None:
     reference.forward(ids[:PROMPT], 0)
     found = buckets(CONTEXT, config.kv_heads, config.head_dim)
     assert found[0].chunk == 128
-    step = Step(config, weights, CONTEXT, found[0].splits, overlap=False)
+    multiplier = multiplier_for(config, torch.device("cpu"), quantized=False, overlap=False, plan=Plan())
+    step = Step(config, weights, CONTEXT, found[0].splits, multiplier, overlap=False)
     step.cache.fill_(float("nan"))  # positions that nobody has written must not be read
     step.cache[:, :, :, :PROMPT] = reference.cache[:, :, :, :PROMPT]
     step.ids[:width] = ids[PROMPT:]
@@ -222,14 +225,17 @@ def check_step(family: str, width: int) -> None:
 
 
 def check_best() -> None:
+    from decode_daemon.engine.cuda.plan import Plan
     from decode_daemon.engine.cuda.step import Step
+    from decode_daemon.engine.cuda.tiled import multiplier_for
 
     config = replace(PLAIN, layers=1, intermediate=8, vocab_size=11)
     weights = random_weights(config)
     weights.head[4] = weights.head[7] = 50 * weights.head[1]
     weights.head[2] = weights.head[9] = -50 * weights.head[1]
     found = buckets(CONTEXT, config.kv_heads, config.head_dim)
-    step = Step(config, weights, CONTEXT, found[0].splits, overlap=False)
+    multiplier = multiplier_for(config, torch.device("cpu"), quantized=False, overlap=False, plan=Plan())
+    step = Step(config, weights, CONTEXT, found[0].splits, multiplier, overlap=False)
     step.state.copy_(torch.tensor((0, 1)))
     step.launch(1, found[0])
     assert int(step.best[0]) == int(step.logits[0].argmax())
