@@ -7,8 +7,9 @@ engine after the step it is in.
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ import torch
 from decode_daemon.convert import convert
 from decode_daemon.engine.protocol import DecodeParams, Engine, EngineLostError, Step
 from decode_daemon.slots import Landed
+
+_LOOK_S = 1.0  # between two looks at an idle engine, each of microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,13 @@ class EngineRunner:
         return not self._turn.locked()
 
     async def lost(self) -> EngineLostError:
-        """Wait until the engine can do nothing any more; return why."""
-        await self._lost.wait()
-        assert self._why is not None
+        """Wait until the engine can do nothing any more, which one that is idle is asked for; return why."""
+        while self._why is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._lost.wait()
+            if self.idle and self._why is None:
+                await self._look()
         return self._why
 
     async def run(self, landed: Landed, memory: torch.Tensor, params: DecodeParams) -> AsyncGenerator[Step, None]:
@@ -76,12 +83,26 @@ class EngineRunner:
         """Wait for the thread to end."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
+    async def _look(self) -> None:
+        """Ask the engine for its cache, as each request does first: one that has lost a part of itself says so."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
+        except EngineLostError as error:
+            self._note(error)
+
+    def _ask(self) -> None:
+        with _told():
+            self._engine.kv_target(1)
+
     def _end_turn(self, job: "asyncio.Future[None]") -> None:
         self._turn.release()
         error = None if job.cancelled() else job.exception()
         if isinstance(error, EngineLostError):
-            self._why = error
-            self._lost.set()
+            self._note(error)
+
+    def _note(self, error: EngineLostError) -> None:
+        self._why = error
+        self._lost.set()
 
     def _drive(
         self,
@@ -92,22 +113,30 @@ class EngineRunner:
         publish: Callable[[Step | None], None],
     ) -> None:
         try:
-            began = time.perf_counter()
-            keys, values = self._engine.kv_target(len(landed.prompt))
-            convert(memory, landed.layout, keys, values, shards=landed.shards)
-            self._timings.converted(time.perf_counter() - began)
-            began = time.perf_counter()
-            for step in self._engine.decode(landed.prompt, landed.first_token, params, cancelled.is_set):
-                # Told before it is published: whoever has the last step may look at the metrics at once.
-                now = time.perf_counter()
-                self._timings.step(now - began, len(step.ids))
-                publish(step)
-                began = now
-        except torch.AcceleratorError as error:
-            # The process's context on that GPU answers every later call so.
-            raise EngineLostError(f"the GPU failed: {error}. Restart the daemon") from error
+            with _told():
+                began = time.perf_counter()
+                keys, values = self._engine.kv_target(len(landed.prompt))
+                convert(memory, landed.layout, keys, values, shards=landed.shards)
+                self._timings.converted(time.perf_counter() - began)
+                began = time.perf_counter()
+                for step in self._engine.decode(landed.prompt, landed.first_token, params, cancelled.is_set):
+                    # Told before it is published: whoever has the last step may look at the metrics at once.
+                    now = time.perf_counter()
+                    self._timings.step(now - began, len(step.ids))
+                    publish(step)
+                    began = now
         finally:
             publish(None)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What a GPU that failed raises, as the error that it is."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        # The process's context on that GPU answers every later call so.
+        raise EngineLostError(f"the GPU failed: {error}. Restart the daemon") from error
 
 
 async def _ended(job: "asyncio.Future[None]") -> None:

@@ -1,7 +1,8 @@
 """`python -m benchmarks.gpu.parallel`: the step that several GPUs compute together, whether it is right and what it takes.
 
 Checks of a small model as for one GPU, on all GPUs together; then each model on one GPU and on all, over the same random cache:
-greedy tokens of both, whether the ranks agreed on theirs, and milliseconds a step. Prints as it goes; the figures as JSON.
+greedy tokens of both, whether the ranks agreed on theirs, and milliseconds a step. Between them, how soon a rank that is killed
+is told of. Prints as it goes; the figures as JSON.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.checks import CASES, Check, check
+from benchmarks.gpu.losses import losses
 from benchmarks.gpu.shapes import SHAPES, random_weights, step_bytes
 from benchmarks.gpu.steps import greedy_ms, queued_ms
 from decode_daemon.engine.cuda.model import CudaModel
@@ -54,7 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.parallel", description=__doc__)
     parser.add_argument("--gpus", type=int, default=2, help="GPUs to compute together (the first ones)")
     parser.add_argument("--models", nargs="*", choices=tuple(SHAPES), default=["8B"])
-    parser.add_argument("--no-checks", action="store_true", help="leave the small model out")
+    parser.add_argument("--no-checks", action="store_true", help="leave the small model out, and the ranks that are killed")
     parser.add_argument("--no-overlap", action="store_true", help="without programmatic dependent launch")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
@@ -72,6 +74,7 @@ def main() -> int:
     began = time.monotonic()
     if not options.no_checks:
         _told(check("small", _SMALL, device, overlap=overlap, ranks=options.gpus), figures)
+        _told(losses(_SMALL, options.gpus, overlap=overlap), figures)
         print(f"small model: {time.monotonic() - began:.1f} s", flush=True)
     for name in options.models:
         _compare(name, options.gpus, device, overlap, figures)

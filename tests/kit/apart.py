@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import chain, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc.aio
@@ -30,8 +31,22 @@ SHORT = {"writer_grace_s": 2.0, "drain_timeout_s": 5.0, "log_format": "json"}
 class Apart:
     """The daemon, and the table that it is in. A killed one keeps its ports for the next."""
 
-    def __init__(self, model_dir: Path, table: LeaseTable, redis_url: str, secret: str, log: Path, **settings: Any) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        table: LeaseTable,
+        redis_url: str,
+        secret: str,
+        log: Path,
+        *,
+        program: str = "cli.main",
+        environment: Mapping[str, str] = MappingProxyType(SLOW_WIRE),
+        **settings: Any,
+    ) -> None:
+        """`program` is the module that is `anchorleg`."""
         self.log = log
+        self._program = program
+        self._environment = environment
         self._table = table
         self._secret = secret
         given = {"served_model_name": NAME, "model_dir": model_dir, "context_tokens": CONTEXT, "dtype": "float32"}
@@ -96,11 +111,22 @@ class Apart:
         named = zip(("--decode-port", "--control-port", "--metrics-port"), map(str, self._ports), strict=True)
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cli.main", "decode", *self._flags, *chain.from_iterable(named)],
-                env=os.environ | SLOW_WIRE | {"ANCHORLEG_SECRET": self._secret},
+                [sys.executable, "-m", self._program, "decode", *self._flags, *chain.from_iterable(named)],
+                env={**os.environ, **self._environment, "ANCHORLEG_SECRET": self._secret},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the daemon has not been started"
+        return self._process.pid
+
+    async def ended(self, within_s: float) -> int:
+        """Its exit status, when it ends by itself."""
+        assert self._process is not None, "the daemon has not been started"
+        await until(lambda: not self.runs, f"the daemon ends (see {self.log})", within_s)
+        return self._process.wait()
 
     @property
     def runs(self) -> bool:

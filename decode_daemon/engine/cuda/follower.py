@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -25,8 +26,11 @@ from decode_daemon.engine.cuda.join import Join
 from decode_daemon.engine.cuda.plan import Plan
 from decode_daemon.engine.cuda.shards import Shard, assembled
 from decode_daemon.engine.cuda.step import Step
+from decode_daemon.engine.cuda.tiled import Tiled
 from decode_daemon.engine.weights import Weights
 
+START_S = 300.0  # that a rank is waited for to begin, to give or take weights, and to compile and capture its kernels
+_MOST_WORDS = 4096  # bytes, which one write puts into a pipe: what is there can be read without waiting
 DONE = b""  # what a follower says when a stage of its start is over; anything else is what went wrong, in UTF-8
 _MESSAGE = struct.Struct(f"<{3 + MAX_WIDTH}q")
 
@@ -57,7 +61,13 @@ class Task:
         shard = Shard(group.rank, group.ranks, self.config)
         splits = self.plan.attention.buckets(self.context_tokens, shard.config.kv_heads, shard.config.head_dim)[-1].splits
         join = Join(group, shard, overlap=self.overlap)
-        return Step(shard.config, weights, self.context_tokens, splits, overlap=self.overlap, plan=self.plan, join=join)
+        return Step(
+            *(shard.config, weights, self.context_tokens, splits),
+            Tiled(self.config.rms_eps, overlap=self.overlap, plan=self.plan, why="several GPUs compute them"),
+            overlap=self.overlap,
+            plan=self.plan,
+            join=join,
+        )
 
 
 def message(verb: Verb, first: int = 0, second: int = 0, ids: Sequence[int] = ()) -> bytes:
@@ -79,7 +89,7 @@ def follow(rank: int, ranks: int, device: torch.device, port: int, task: Task, p
     except EOFError:
         code = 0
     except BaseException as error:  # noqa: BLE001 - rank 0 says it; this process ends
-        words = f"{type(error).__name__}: {error}".encode()
+        words = f"{type(error).__name__}: {error}".encode()[:_MOST_WORDS]
         try:
             pipe.send_bytes(words)
         except OSError:
@@ -112,7 +122,7 @@ class _Follower:
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """Queue what rank 0 asks for, until it asks to stop."""
+        """Queue what rank 0 asks for, until it asks to stop or is gone: it may have nothing to ask for days."""
         step = self._step
         while True:
             verb, first, second, *ids = _MESSAGE.unpack(self._pipe.recv_bytes(_MESSAGE.size))
@@ -133,9 +143,15 @@ class _Follower:
     def _weights(self) -> Weights:
         """Receive this rank's weights: for each a message (layer, field, shape, dtype), then what it holds; None at the end."""
         parts = {}
-        while (told := self._pipe.recv()) is not None:
+        while (told := self._told()) is not None:
             layer, field, shape, dtype = told
             part = torch.empty(shape, dtype=dtype, device=self._group.device)
             self._group.receive(part)
             parts[layer, field] = part
         return assembled(parts, self._shard)
+
+    def _told(self) -> Any:
+        """Return rank 0's next message of the start."""
+        if not self._pipe.poll(START_S):
+            raise TimeoutError(f"rank 0 has not gone on with the weights within {START_S:.0f} s")
+        return self._pipe.recv()

@@ -25,10 +25,6 @@ class Event(Protocol):
         """Put it behind what is queued."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait until all before it has been computed."""
-        ...
-
     def query(self) -> bool:
         """Tell if all before it has been computed."""
         ...
@@ -51,9 +47,6 @@ class Computed:
     """Stands for a CUDA event where there is nothing to wait for."""
 
     def record(self) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
         """Do nothing."""
 
     def query(self) -> bool:

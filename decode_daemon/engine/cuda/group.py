@@ -17,7 +17,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from decode_daemon.engine.protocol import EngineError
 
-PATIENCE_S = 60.0  # that a rank waits for another in a step; a step takes milliseconds
+# That a step is waited for, and a rank by another in it. It takes milliseconds; what else computes on the GPU may delay it, but
+# not by as much.
+PATIENCE_S = 60.0
 _LEAVE_S = 10.0
 _LOOPBACK = "127.0.0.1"
 _SETTINGS = {

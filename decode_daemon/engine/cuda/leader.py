@@ -3,33 +3,33 @@
 Every wait is bounded and ends early when a rank is lost; whatever is lost, everything ends, and every later call says why.
 """
 
-import multiprocessing
-import select
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing import connection, util
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from contextlib import contextmanager
+from multiprocessing import util
 
 import torch
 
 from decode_daemon.engine.cuda import caches
 from decode_daemon.engine.cuda.buckets import Bucket
-from decode_daemon.engine.cuda.follower import DONE, Task, Verb, follow, message
+from decode_daemon.engine.cuda.follower import START_S, Task, Verb, follow, message
 from decode_daemon.engine.cuda.graphs import Event, Replayable
 from decode_daemon.engine.cuda.group import PATIENCE_S, Group, meeting_place
+from decode_daemon.engine.cuda.others import Others
 from decode_daemon.engine.cuda.shards import Shard, assembled, check_divisible, named
 from decode_daemon.engine.cuda.step import Step
+from decode_daemon.engine.cuda.waiting import GLANCE_S, computed, recorded
 from decode_daemon.engine.protocol import EngineError, EngineLostError
 from decode_daemon.engine.weights import Weights
 
-_START_S = 300.0  # for a rank to compile and capture its kernels, and for the slowest to read its weights
-_LAST_WORDS_S = 2.0  # for a lost rank's process to end, once its silence is known
 _FAREWELL_S = 5.0
-_GLANCE_S = 0.001  # between two looks at the others while the GPU is waited for
-_SPIN_S = 0.05  # of waiting without pause: a step's usual time
+_START_AGAIN = (
+    "The engine has not started: see with nvidia-smi that every GPU of CUDA_VISIBLE_DEVICES works and has its memory free, "
+    "then start again; tensor_parallel 1 needs one GPU only"
+)
+_RESTART = "Restart the daemon"
 
 
 class Leader:
@@ -46,11 +46,8 @@ class Leader:
         self._shards = [Shard(rank, ranks, task.config) for rank in range(ranks)]
         self._failed: EngineError | None = None
         self._group: Group | None = None
-        self._children: list[SpawnProcess] = []
-        self._pipes: list[Connection] = []
-        self._said = select.poll()  # of the pipes
-        self._done: set[int] = set()  # ranks that have said so of the present stage of the start
-        self._lost: dict[int, str] = {}  # last words, or how the process ended, by rank
+        self._others = Others()
+        self._ready = False
         self._asked = False  # whether somebody may have written to the whole cache since the others were told of it
         self._next = 0, 1  # position and rows of the next step
         self._written: range | None = None  # positions of which the whole cache lacks the other ranks' KV
@@ -58,8 +55,9 @@ class Leader:
         # When this process ends, before multiprocessing waits for the children.
         self._at_exit = util.Finalize(None, self.close, exitpriority=0)
         try:
-            self._spawn(ranks, device, store.port)
-            self.all_done()
+            for rank in range(1, ranks):
+                self._others.start(rank, follow, ranks, beside(device, rank), store.port, task)
+            self._over("begun")
             self._group = self._joined(lambda: Group.join(0, ranks, device, store))
         except BaseException:
             self.close()
@@ -77,23 +75,19 @@ class Leader:
             for layer, field, tensor in named(weights):
                 whole = tensor.to(group.device).contiguous()  # cut where that is quick
                 own, *others = (shard.cut(field, whole) for shard in self._shards)
-                for pipe, part in zip(self._pipes, others, strict=True):
-                    pipe.send((layer, field, tuple(part.shape), part.dtype))
+                for rank, part in enumerate(others, 1):
+                    self._tell(rank, pickle.dumps((layer, field, tuple(part.shape), part.dtype)), START_S)
                 group.scatter(others)
+                self.wait(seconds=START_S)  # the next copy to the GPU would wait for it without a bound
                 parts[layer, field] = own
-            for pipe in self._pipes:
-                pipe.send(None)
+            for shard in self._shards[1:]:
+                self._tell(shard.rank, pickle.dumps(None), START_S)
             return self._task.step(group, assembled(parts, self.shard))
 
     def all_done(self) -> None:
-        """Wait until every other rank has said that it is done with a stage of its start."""
-        end = time.monotonic() + _START_S
-        while missing := set(range(1, len(self._shards))) - self._done:
-            self.look()
-            if time.monotonic() > end:
-                raise self._failure(f"ranks {sorted(missing)} have not started within {_START_S:.0f} s")
-            self._said.poll(1000 * _GLANCE_S)
-        self._done.clear()
+        """Wait until every other rank has said that it is ready for steps."""
+        self._over("become ready")
+        self._ready = True
 
     def feed(self, ids: Sequence[int], position: int, cache: torch.Tensor) -> None:
         """Tell the others the next step's `ids`, and first what was written to the whole `cache` before `position`."""
@@ -140,32 +134,19 @@ class Leader:
     def wait(self, event: Event | None = None, seconds: float = PATIENCE_S) -> None:
         """Wait for `event`, or for all that rank 0 has queued. Raises EngineError when a rank is lost, or takes too long."""
         if event is None:
-            if self._together.device.type == "cpu":
-                return
-            event = recorded()
-        began = looked = time.monotonic()
-        while not event.query():
-            now = time.monotonic()
-            if now - looked < _GLANCE_S:
-                continue
-            self.look()
-            if now - began > seconds:
-                raise self._failure(f"what the ranks were asked to compute is not there after {seconds:.0f} s")
-            if now - began > _SPIN_S:
-                time.sleep(_GLANCE_S)
-            looked = now
+            event = recorded(self._together.device)
+        if not computed(event, seconds, self.look):
+            raise self._failure(f"what the ranks were asked to compute is not there after {seconds:.0f} s")
 
     def wait_for_start(self) -> None:
         """As `wait`, for what a rank may first have to compile."""
-        self.wait(seconds=_START_S)
+        self.wait(seconds=START_S)
 
     def look(self) -> None:
         """Raise EngineError when a rank is lost, or has said that something went wrong."""
         if self._failed is not None:
             raise self._failed
-        for number, _ in self._said.poll(0):
-            self._hear(next(rank for rank, pipe in enumerate(self._pipes, 1) if pipe.fileno() == number))
-        if self._lost:
+        if self._others.heard():
             raise self._failure()
 
     def close(self) -> None:
@@ -178,18 +159,15 @@ class Leader:
             raise self._failed or EngineError("the ranks of this engine have not met")
         return self._group
 
-    def _spawn(self, ranks: int, device: torch.device, port: int) -> None:
-        context = multiprocessing.get_context("spawn")  # what CUDA has begun in this process, a fork could not go on with
-        for rank in range(1, ranks):
-            ours, theirs = context.Pipe()
-            self._pipes.append(ours)
-            self._said.register(ours, select.POLLIN)
-            name = f"anchorleg rank {rank}"
-            wanted = (rank, ranks, beside(device, rank), port, self._task, theirs)
-            child = context.Process(target=follow, args=wanted, name=name, daemon=True)
-            with theirs:  # so that only the child has it, and its end is the pipe's
-                child.start()
-            self._children.append(child)
+    def _over(self, stage: str) -> None:
+        """Wait until every other rank has said that a stage of its start is over."""
+        end = time.monotonic() + START_S
+        while missing := self._others.missing():
+            self.look()
+            if time.monotonic() > end:
+                ranks = ", ".join(map(str, missing))
+                raise self._failure(f"of rank {ranks} the process has not {stage} within {START_S:.0f} s")
+            self._others.heard(GLANCE_S)
 
     def _joined(self, meet: Callable[[], Group]) -> Group:
         """Return what `meet` returns, which may never end when a rank is lost: it has a thread to wait in."""
@@ -204,21 +182,27 @@ class Leader:
 
         thread = threading.Thread(target=attend, name="join group", daemon=True)
         thread.start()
-        end = time.monotonic() + _START_S
+        end = time.monotonic() + START_S
         while thread.is_alive() and time.monotonic() < end:
-            thread.join(_GLANCE_S)
+            thread.join(GLANCE_S)
             self.look()
         if met:
             return met[0]
-        raise self._failure(str(errors[0]) if errors else f"the ranks have not met within {_START_S:.0f} s")
+        raise self._failure(str(errors[0]) if errors else f"the ranks have not met within {START_S:.0f} s")
 
     def _send(self, verb: Verb, first: int, second: int = 0, ids: Sequence[int] = ()) -> None:
         if self._failed is not None:
             raise self._failed
         told = message(verb, first, second, ids)
         with self._watched():
-            for pipe in self._pipes:
-                pipe.send_bytes(told)
+            for shard in self._shards[1:]:
+                self._tell(shard.rank, told, PATIENCE_S)
+
+    def _tell(self, rank: int, words: bytes, seconds: float) -> None:
+        try:
+            self._others.tell(rank, words, seconds)
+        except TimeoutError as error:
+            raise self._failure(f"rank {rank} {error}") from error
 
     @contextmanager
     def _watched(self, *, starting: bool = False) -> Iterator[None]:
@@ -237,58 +221,21 @@ class Leader:
 
     def _failure(self, seen: str = "a rank is lost") -> EngineError:
         """End everything; return the error that names the lost ranks and their last words, or else what was `seen`."""
-        ready = connection.wait(self._pipes, 0 if self._lost else _LAST_WORDS_S)
-        for rank, pipe in enumerate(self._pipes, 1):
-            if pipe in ready and rank not in self._lost:
-                self._hear(rank)
-        words = "; ".join(f"rank {rank}: {words}" for rank, words in sorted(self._lost.items())) or seen
-        error = EngineLostError(f"tensor parallelism over {len(self._shards)} ranks failed: {words}. Restart the daemon")
+        words = self._others.last_words() or seen
+        kind, way_out = (EngineLostError, _RESTART) if self._ready else (EngineError, _START_AGAIN)
+        error = kind(f"tensor parallelism over {len(self._shards)} ranks failed: {words}. {way_out}")
         self._end(error, 0.0)
         return error
-
-    def _hear(self, rank: int) -> None:
-        """Take in what `rank`, whose pipe is ready, has to say."""
-        try:
-            words = self._pipes[rank - 1].recv_bytes()
-        except (EOFError, OSError):
-            child = self._children[rank - 1]
-            child.join(_LAST_WORDS_S)
-            self._lost[rank] = f"its process (pid {child.pid}) ended with exit code {child.exitcode}"
-            return
-        if words == DONE:
-            self._done.add(rank)
-        else:
-            self._lost[rank] = words.decode(errors="replace")
 
     def _end(self, why: EngineError, patience_s: float) -> None:
         if self._failed is None:
             self._failed = why
         self._at_exit.cancel()
-        for pipe in self._pipes:
-            with suppress(OSError):
-                pipe.send_bytes(message(Verb.STOP))
-        end = time.monotonic() + patience_s
-        for child in self._children:
-            child.join(max(0.0, end - time.monotonic()))
-            if child.is_alive():
-                child.kill()
-                child.join(_LAST_WORDS_S)  # one that is stuck in the driver of a GPU that failed does not end
-        for pipe in self._pipes:
-            self._said.unregister(pipe)
-            pipe.close()
-        self._pipes.clear()
-        self._children.clear()
+        self._others.end(message(Verb.STOP), patience_s)
         self.graphs.clear()
         if self._group is not None:
             self._group.leave()
             self._group = None
-
-
-def recorded() -> Event:
-    """Return an event after all that is queued on the current stream."""
-    event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 def beside(device: torch.device, rank: int) -> torch.device:

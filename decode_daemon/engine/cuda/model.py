@@ -11,9 +11,12 @@ from decode_daemon.engine.cuda.buckets import MAX_WIDTH, Bucket, bucket_of, padd
 from decode_daemon.engine.cuda.follower import Task
 from decode_daemon.engine.cuda.graphs import Computed, Event, Replayable, captured, tell
 from decode_daemon.engine.cuda.leader import Leader
+from decode_daemon.engine.cuda.multiply import Packed
 from decode_daemon.engine.cuda.plan import Plan
-from decode_daemon.engine.cuda.quantized import WeightsKind, check_quantizable, quantized
+from decode_daemon.engine.cuda.quantized import QuantizedWeights, WeightsKind, check_quantizable, quantized
 from decode_daemon.engine.cuda.step import Step
+from decode_daemon.engine.cuda.tiled import multiplier_for
+from decode_daemon.engine.cuda.waiting import recorded, wait
 from decode_daemon.engine.model import check_positions
 from decode_daemon.engine.protocol import EngineError
 from decode_daemon.engine.weights import LayerWeights, Weights
@@ -39,7 +42,7 @@ def unsupported(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -
 
 
 class CudaModel:
-    """The weights and the KV cache of one sequence on a GPU, with steps in Triton; a `StepModel`.
+    """The weights and the KV cache of one sequence on a GPU, with steps in CUDA graphs; a `StepModel`.
 
     A row of logits is the same bit for bit whatever the width of its step. Everything is queued on the current stream, so what
     fills `cache` through PyTorch on that stream needs no further order. Not thread-safe.
@@ -79,13 +82,20 @@ class CudaModel:
         splits = self.buckets[-1].splits
         try:
             if self._leader is None:
-                there = quantized(weights, device) if weights_as == "fp8" else on_device(weights, device)
-                self._step = Step(config, there, context_tokens, splits, overlap=overlap, plan=plan)
+                multiplier = multiplier_for(config, device, quantized=weights_as == "fp8", overlap=overlap, plan=plan)
+                if weights_as == "fp8":
+                    there: Weights | QuantizedWeights = quantized(weights, device)
+                else:
+                    there = on_device(weights, device, packed=multiplier.packed)
+                self._step = Step(config, there, context_tokens, splits, multiplier, overlap=overlap, plan=plan)
             else:
                 self._step = self._leader.step(weights)
         except torch.OutOfMemoryError as error:
             self.close()
             raise EngineError(f"weights and KV cache do not fit {torch.cuda.get_device_name(device)}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
         self._events: Sequence[Event]
         self._results, self._events = _results() if device.type == "cuda" else _interpreted()
         self._slot = 0
@@ -101,6 +111,11 @@ class CudaModel:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def products(self) -> str:
+        """What computes the products, for people."""
+        return self._step.multiplier.name
 
     @property
     def cache(self) -> torch.Tensor:
@@ -187,7 +202,9 @@ class CudaModel:
 
     def _bests(self, width: int) -> list[int]:
         """Wait for the last step; return its rows' best ids."""
-        if self._leader is not None:
+        if self._leader is None:
+            wait(recorded(self._step.best.device))
+        else:
             self._leader.wait()
         best: list[int] = self._step.best[:width].tolist()
         return best
@@ -225,7 +242,7 @@ class CudaModel:
     def _result(self, slot: int) -> int | None:
         """Wait for a one-row step; return its best id, None if a logit was not finite."""
         if self._leader is None:
-            self._events[slot].synchronize()
+            wait(self._events[slot])
         else:
             self._leader.wait(self._events[slot])
         best = int(self._results[slot])
@@ -251,16 +268,22 @@ def _interpreted() -> tuple[torch.Tensor, list[Event]]:
     return torch.zeros(_RESULTS, dtype=torch.int64), [Computed() for _ in range(_RESULTS)]
 
 
-def on_device(weights: Weights, device: torch.device, dtype: torch.dtype | None = None) -> Weights:
-    """Return `weights` in the memory of `device`, as `dtype` if given; a tied head is still one tensor with the embedding."""
+def on_device(
+    weights: Weights, device: torch.device, dtype: torch.dtype | None = None, *, packed: Packed | None = None
+) -> Weights:
+    """Return `weights` in the memory of `device`, as `dtype` if given, each matrix `packed` there before the next one comes.
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=device, dtype=dtype).contiguous()
+    A tied head is still one tensor with the embedding.
+    """
+
+    def moved(field: str, tensor: torch.Tensor) -> torch.Tensor:
+        there = tensor.to(device=device, dtype=dtype).contiguous()
+        return there if packed is None else packed(field, there)
 
     def layer(whole: LayerWeights) -> LayerWeights:
         parts = {name: getattr(whole, name) for name in LayerWeights.__dataclass_fields__}
-        return replace(whole, **{name: moved(part) for name, part in parts.items() if part is not None})
+        return replace(whole, **{name: moved(name, part) for name, part in parts.items() if part is not None})
 
-    embedding = moved(weights.embedding)
-    head = embedding if weights.head is weights.embedding else moved(weights.head)
-    return Weights(embedding, tuple(map(layer, weights.layers)), moved(weights.final_norm), head)
+    head = moved("head", weights.head)
+    embedding = head if weights.head is weights.embedding else moved("embedding", weights.embedding)
+    return Weights(embedding, tuple(map(layer, weights.layers)), moved("final_norm", weights.final_norm), head)

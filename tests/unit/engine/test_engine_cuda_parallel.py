@@ -1,27 +1,17 @@
 """A step that two ranks compute together: two processes on the CPU, kernels interpreted, gloo between them."""
 
-import multiprocessing
-import os
-import signal
-import time
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import closing, contextmanager
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from decode_daemon.engine.config import LlamaConfig
-from decode_daemon.engine.cuda.plan import Plan
-from decode_daemon.engine.cuda.shards import Shard
-from decode_daemon.engine.cuda.tiles import Tile
 from decode_daemon.engine.model import LlamaModel
-from decode_daemon.engine.protocol import EngineError
-from decode_daemon.engine.weights import Weights
+from tests.kit.ranks import interpreting, two_ranks
 from tests.unit.engine.test_engine_cuda_step import CONTEXT, PLAIN, PROMPT, random_weights
 
 pytest.importorskip("triton")
@@ -38,12 +28,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Executor]:
-    """A process that is rank 0, in which Triton interprets kernels, as it does in the processes it starts."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            patch.setenv("OMP_NUM_THREADS", "1")
-            process.submit(torch.set_num_threads, 1).result()
+    with interpreting() as process:
         yield process
 
 
@@ -60,52 +45,6 @@ def test_of_equal_logits_the_lowest_id_wins_and_one_that_is_not_finite_leaves_no
     interpreter.submit(check_best).result(_BOUND_S)
 
 
-def test_a_rank_that_dies_is_named_and_everything_ends(interpreter: Executor) -> None:
-    interpreter.submit(check_death).result(_BOUND_S)
-
-
-def test_what_goes_wrong_on_another_rank_is_told(interpreter: Executor) -> None:
-    interpreter.submit(check_words).result(_BOUND_S)
-
-
-def test_other_ranks_end_with_the_first() -> None:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        first = context.Process(target=hold_until_killed, args=(theirs,))
-        first.start()
-    try:
-        assert ours.poll(_BOUND_S)
-        (other,) = ours.recv()
-    finally:
-        first.kill()
-        first.join()
-    until_gone([other])
-
-
-@contextmanager
-def two_ranks(config: LlamaConfig, weights: Weights) -> Iterator[Any]:
-    from decode_daemon.engine.cuda.model import CudaModel
-
-    device, plan = torch.device("cpu"), Plan(tiles(config))
-    with closing(CudaModel(config, weights, CONTEXT, device=device, overlap=False, plan=plan, ranks=2)) as model:
-        yield model
-    assert children() == []
-
-
-def tiles(config: LlamaConfig) -> dict[tuple[int, int], Tile]:
-    """Return tiles of so many rows that each product is a program or two: the interpreter takes its time for each."""
-    tile = Tile(rows=16, columns=16, depth=1, warps=1)
-    parts = [Shard(rank, 2, config).config for rank in range(2)]
-    shapes = [(part.hidden, (part.heads + 2 * part.kv_heads) * part.head_dim) for part in parts]
-    shapes += [(part.heads * part.head_dim, part.hidden) for part in parts]
-    shapes += [(part.hidden, 2 * part.intermediate) for part in parts]
-    shapes += [(part.intermediate, part.hidden) for part in parts]
-    shapes += [(part.hidden, part.vocab_size) for part in parts]
-    return dict.fromkeys(shapes, tile)
-
-
 @contextmanager
 def injected(config: LlamaConfig) -> Iterator[tuple[Any, LlamaModel, torch.Tensor]]:
     """Return two ranks and the PyTorch model, both with the KV of PROMPT positions, and ids to go on with."""
@@ -113,7 +52,7 @@ def injected(config: LlamaConfig) -> Iterator[tuple[Any, LlamaModel, torch.Tenso
     reference = LlamaModel(config, weights, CONTEXT)
     ids = torch.randint(0, config.vocab_size, (PROMPT + 8,), generator=torch.Generator().manual_seed(1))
     reference.forward(ids[:PROMPT], 0)
-    with two_ranks(config, weights) as model:
+    with two_ranks(config, weights, CONTEXT) as model:
         model.cache.fill_(float("nan"))  # positions that nobody has written must not be read
         model.cache[:, :, :, :PROMPT] = reference.cache[:, :, :, :PROMPT]
         yield model, reference, ids[PROMPT:]
@@ -150,59 +89,9 @@ def check_best() -> None:
     weights = random_weights(config)
     weights.head[4] = weights.head[7] = 50 * weights.head[1]
     weights.head[2] = weights.head[9] = -50 * weights.head[1]
-    with two_ranks(config, weights) as model:
+    with two_ranks(config, weights, CONTEXT) as model:
         assert model.greedy(3, 0) in (2, 4)
         assert model.greedy(3, 0) == int(model.forward(torch.tensor([3]), 0).argmax())
     weights.head[8, 0] = float("inf")
-    with two_ranks(config, weights) as model:
+    with two_ranks(config, weights, CONTEXT) as model:
         assert model.greedy(3, 0) is None
-
-
-def check_death() -> None:
-    with two_ranks(SMALL, random_weights(SMALL)) as model:
-        greedy(model, 1)
-        (other,) = children()
-        os.kill(other, signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(EngineError, match=rf"rank 1: its process \(pid {other}\) ended with exit code -9") as raised:
-            greedy(model, CONTEXT)
-        assert time.monotonic() - began < 10
-        assert children() == []
-        with pytest.raises(EngineError) as again:
-            _ = model.cache
-        assert again.value is raised.value
-
-
-def check_words() -> None:
-    with two_ranks(SMALL, random_weights(SMALL)) as model:
-        model._leader._pipes[0].send_bytes(b"no message")
-        with pytest.raises(EngineError, match=r"rank 1: error: unpack requires a buffer of 88 bytes"):
-            greedy(model, CONTEXT)
-        assert children() == []
-    with two_ranks(SMALL, random_weights(SMALL)) as model:  # another one can take its place
-        assert greedy(model, 1) is not None
-
-
-def greedy(model: Any, steps: int) -> int | None:
-    """Return the token after so many steps from the first position on."""
-    token: int | None = 1
-    for position in range(steps):
-        token = model.greedy(token, position)
-    return token
-
-
-def hold_until_killed(pipe: Connection) -> None:
-    with two_ranks(SMALL, random_weights(SMALL)):
-        pipe.send(children())
-        signal.pause()
-
-
-def children() -> list[int]:
-    """Return the processes that this one has started, but for multiprocessing's own."""
-    return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-
-
-def until_gone(pids: list[int]) -> None:
-    there = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(there, timeout=10)
-    assert alive == []
