@@ -22,6 +22,7 @@ from benchmarks.report import Measure
 from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.cpu.cores import usable_cores
 from decode_daemon.engine.generation import GenerationDefaults
+from decode_daemon.engine.head_native import head_for
 from decode_daemon.engine.loop import LlamaEngine
 from decode_daemon.engine.protocol import DecodeParams, SamplingParams
 from decode_daemon.engine.speculation import Speculation
@@ -63,7 +64,7 @@ class Rig:
         weights = load_weights(model_dir, config, torch.bfloat16)
         threads = threads or usable_cores()
         model = choose_step(config, weights, context, threads=threads)
-        engine = LlamaEngine(model, Speculation.of("ngram", model))
+        engine = LlamaEngine(model, Speculation.of("auto", model, head_for(model, weights, threads=threads)))
         return cls(model, engine, threads, GenerationDefaults.read(model_dir).eos_token_ids)
 
     def contexts(self) -> tuple[int, ...]:

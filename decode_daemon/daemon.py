@@ -1,6 +1,7 @@
 """One decode daemon: engine, landing slots, control socket, token stream and heartbeat, started and stopped in order."""
 
 import asyncio
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -44,6 +45,7 @@ _WARM_UP_TOKENS = 8
 # and one that was handed a slot while it waited fetches that within a second (`LeaseTable`).
 _LATECOMERS_S = 2.0
 _FAREWELL_S = 1.0  # for the last message of a stream that is cut
+_LOST_END_S = 30  # for an orderly end without an engine, of which some seconds are enough
 
 _SERVER_OPTIONS = [
     ("grpc.max_send_message_length", -1),  # a tokenizer.json can be tens of megabytes
@@ -65,6 +67,8 @@ async def serve(settings: DaemonSettings) -> None:
         except LostError as error:
             log.error("engine lost", error=str(error))
             daemon.service.cut()  # gateways go on elsewhere at once: nothing that lands here would be decoded
+            # From the kernel, which ends the process whatever it is in: its memory on a GPU that hangs may never be freed.
+            signal.alarm(_LOST_END_S)
             raise
         log.info("draining", seconds=settings.drain_timeout_s)
 
@@ -248,6 +252,7 @@ def _load(settings: DaemonSettings, pace: Pace) -> Engine:
         pin=settings.pin_threads,
         cache_dir=settings.cache_dir,
         speculation=settings.speculation,
+        draft_head=settings.draft_head,
         tensor_parallel=settings.tensor_parallel,
         weights_as=settings.weights,
     )

@@ -44,10 +44,13 @@ class DaemonSettings(ProcessSettings):
     )
     pin_threads: bool = Field(True, description="Keep the native step's threads on cores of their own when they fill them all.")
     cache_dir: Path | None = Field(None, description="Where native code is built; default: $XDG_CACHE_HOME/anchorleg.")
-    speculation: Literal["off", "ngram"] = Field(
-        "ngram",
-        description="What drafts tokens that a step verifies beside its own, without changing the answer: the prompt and the "
-        "answer so far, or nothing.",
+    speculation: Literal["off", "ngram", "auto"] = Field(
+        "auto",
+        description="What drafts tokens that a step verifies beside its own, without changing the answer: nothing, the prompt "
+        "and the answer so far, or these and a draft head, where there is one for the model.",
+    )
+    draft_head: Path | None = Field(
+        None, description="A draft head's file, for speculation auto; default on CPUs: the engine's own for the model, if any."
     )
     slots: int = Field(2, ge=1, le=16, description="Landing slots: one more than one lets the next prefill overlap.")
 

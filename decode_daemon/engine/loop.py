@@ -13,6 +13,7 @@ from decode_daemon.engine.acceptance import Limits, Verdict, judge
 from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.cuda.quantized import WeightsKind, check_quantizable
 from decode_daemon.engine.cuda.shards import check_divisible
+from decode_daemon.engine.head_native import head_for
 from decode_daemon.engine.limits import check_lengths
 from decode_daemon.engine.protocol import DecodeParams, EngineDescription, EngineError, Step
 from decode_daemon.engine.sampling import Choice, Sampler
@@ -43,6 +44,7 @@ class LlamaEngine:
         pin: bool = True,
         cache_dir: Path | None = None,
         speculation: SpeculationKind = "off",
+        draft_head: Path | None = None,
         tensor_parallel: int = 1,
         weights_as: WeightsKind = "as-is",
     ) -> "LlamaEngine":
@@ -50,8 +52,9 @@ class LlamaEngine:
 
         `dtype` (bfloat16 or float32) is that of weights and cache. `threads` is also PyTorch's thread count, which is one
         for the whole process; None leaves that alone. For `step`, `pin`, `cache_dir`, `tensor_parallel` and `weights_as`
-        see `choose_step`. `speculation`: what drafts tokens, where the step can verify them exactly. Raises EngineError for a
-        model, dtype or context that the engine cannot run, and for a step that this machine cannot.
+        see `choose_step`. `speculation`: what drafts tokens, where the step can verify them exactly; `draft_head`: what it
+        drafts with for "auto", see `head_for`. Raises EngineError for a model, dtype or context that the engine cannot run,
+        for a step that this machine cannot, and for another model's draft head.
         """
         if dtype not in _DTYPES:
             raise EngineError(f"dtype {dtype} is not supported: choose torch.bfloat16 or torch.float32")
@@ -60,6 +63,10 @@ class LlamaEngine:
             raise EngineError(
                 f"context_tokens is {context_tokens}; {model_dir} was trained for 1 to {config.max_positions} "
                 "(max_position_embeddings)"
+            )
+        if draft_head is not None and speculation != "auto":
+            raise EngineError(
+                f"speculation is {speculation}, which does not draft with {draft_head}: choose auto, or no draft head"
             )
         if threads is not None:
             torch.set_num_threads(threads)
@@ -76,7 +83,10 @@ class LlamaEngine:
             tensor_parallel=tensor_parallel,
             weights_as=weights_as,
         )
-        return cls(model, Speculation.of(speculation, model))
+        head = None
+        if speculation == "auto":
+            head = head_for(model, weights, draft_head, threads=threads, pin=pin, cache_dir=cache_dir)
+        return cls(model, Speculation.of(speculation, model, head))
 
     def describe(self) -> EngineDescription:
         """Return the loaded model's shape."""

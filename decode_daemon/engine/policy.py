@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
 
 from decode_daemon.engine.drafts import Source
@@ -28,22 +28,27 @@ class Hits:
         self._belief = belief
         self._reached = [0.0] * longest  # drafts of which the n-th token was judged: those before it were right
         self._right = [0.0] * longest
+        self._asked = [0.0] * longest  # drafts that might have had an n-th token
+        self._given = [0.0] * longest  # those that had
 
-    def judged(self, drafted: int, accepted: int) -> None:
+    def judged(self, drafted: int, accepted: int, asked: int | None = None) -> None:
         """Take in one draft, the first `accepted` of whose `drafted` tokens were right.
 
-        What is known of later tokens grows old, too: short drafts would else never find out that longer ones are right now.
+        Where it might have had as many as `asked`, those that it had not count as not right. What is known of later tokens
+        grows old, too: short drafts would else never find out that longer ones are right now.
         """
-        self._reached = [weight * _KEPT for weight in self._reached]
-        self._right = [weight * _KEPT for weight in self._right]
-        for nth in range(min(drafted, accepted + 1)):
+        asked = drafted if asked is None else asked
+        self._weigh(_KEPT)
+        for nth in range(min(asked, accepted + 1)):
             self._reached[nth] += 1
             self._right[nth] += nth < accepted
+        for nth in range(asked):
+            self._asked[nth] += 1
+            self._given[nth] += nth < drafted
 
     def fade(self) -> None:
         """Let what was learned weigh less against what comes."""
-        self._reached = [weight * _CARRIED for weight in self._reached]
-        self._right = [weight * _CARRIED for weight in self._right]
+        self._weigh(_CARRIED)
 
     def emitted(self) -> list[float]:
         """Return how many tokens a step is expected to emit with drafts of 0, 1, 2, ... tokens."""
@@ -53,6 +58,18 @@ class Hits:
             rate = (right + _PRIOR * rate) / (reached + _PRIOR)
             rates.append(rate)
         return list(accumulate(accumulate(rates, mul), initial=1.0))
+
+    def given(self) -> list[float]:
+        """Return the share of drafts that had a first, a second, ... token of those that might have had it."""
+        shares, share = [], 1.0
+        for asked, given in zip(self._asked, self._given, strict=True):
+            share = min(share, (given + _PRIOR * share) / (asked + _PRIOR))
+            shares.append(share)
+        return shares
+
+    def _weigh(self, share: float) -> None:
+        for weights in (self._reached, self._right, self._asked, self._given):
+            weights[:] = [weight * share for weight in weights]
 
 
 class WidthCosts:
@@ -73,10 +90,21 @@ class WidthCosts:
         """Rows of the widest step."""
         return len(self._measured)
 
+    @property
+    def row_seconds(self) -> float:
+        """What a step of one row takes of late."""
+        return self._row_s
+
     def of(self, width: int, position: int) -> float:
         """Return the cost of a step of `width` rows at `position`."""
         table = self._table(position)
         return table[width - 1] / table[0]
+
+    def between(self, width: float, position: int) -> float:
+        """Return the cost of steps that have `width` rows on average."""
+        below = int(width)
+        least = self.of(below, position)
+        return least if width == below else least + (width - below) * (self.of(below + 1, position) - least)
 
     def observe(self, width: int, position: int, seconds: float) -> None:
         """Take in one step."""
@@ -115,8 +143,15 @@ class Policy:
         longest = min(most, self.costs.widest - 1)
         if longest < 1:
             return 0, 1.0
-        emitted = self._of(source).emitted()
-        times = (self.costs.of(1 + count, position) + count * source.token_cost for count in range(1, longest + 1))
+        hits = self._of(source)
+        emitted, given = hits.emitted(), hits.given()
+        rows = accumulate(given, initial=1.0)
+        # The token that a drafter keeps to itself, since it may be wrong, was made, too.
+        made = accumulate([1.0, *given[:-1]])
+        times = [
+            self.costs.between(width, position) + count * source.token_cost
+            for width, count in zip(islice(rows, 1, longest + 1), made, strict=False)
+        ]
         speeds = [tokens / taken for tokens, taken in zip(emitted[1:], times, strict=False)]
         speed = max(speeds)
         if speed <= 1.0:
@@ -125,10 +160,13 @@ class Policy:
                 return 0, 1.0
         return speeds.index(speed) + 1, speed
 
-    def judged(self, source: Source, drafted: int, accepted: int) -> None:
-        """Take in what became of a draft: its first `accepted` tokens were right, and a next one, if it had any, was not."""
+    def judged(self, source: Source, drafted: int, accepted: int, *, asked: int | None = None) -> None:
+        """Take in what became of a draft: its first `accepted` tokens were right, and a next one, if it had any, was not.
+
+        `asked`: how many tokens it was to have, where the drafter gave fewer.
+        """
         self._passed_over[source.name] = 0
-        self._of(source).judged(drafted, accepted)
+        self._of(source).judged(drafted, accepted, asked)
 
     def _of(self, source: Source) -> Hits:
         if source.name not in self._hits:

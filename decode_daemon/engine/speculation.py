@@ -9,12 +9,13 @@ import structlog
 
 from decode_daemon.engine.acceptance import Verdict
 from decode_daemon.engine.drafts import Drafter, NgramDrafter, Source
+from decode_daemon.engine.head import Drafting, HeadDrafter, draft_seconds
 from decode_daemon.engine.policy import Policy, WidthCosts, measure
 from decode_daemon.engine.steps import StepModel
 
 log = structlog.get_logger(__name__)
 
-SpeculationKind = Literal["off", "ngram"]
+SpeculationKind = Literal["off", "ngram", "auto"]
 
 # Steps in a row for which no draft was worth its cost, after which the next is taken to have none either. Wrong, that costs a
 # step of one token where more had been drafted; right, it saves the host's part of a step, a few percent of it.
@@ -36,6 +37,7 @@ class Draft:
 
     ids: tuple[int, ...] = ()
     source: Source | None = None
+    asked: int = 0  # how many ids the source might have given
 
 
 class Speculation:
@@ -53,10 +55,11 @@ class Speculation:
         self._waiting = False  # whether a draft was wanted while its step's first row was under way
 
     @classmethod
-    def of(cls, kind: SpeculationKind, model: StepModel) -> "Speculation | None":
+    def of(cls, kind: SpeculationKind, model: StepModel, head: Drafting | None = None) -> "Speculation | None":
         """Return what `kind` names; None for "off", and for a `model` whose rows are not those of single steps.
 
-        Measures what the model's steps cost, which overwrites the first positions of its cache.
+        With `head` it drafts, too, where `kind` is "auto". Measures what the model's steps and the head cost, which overwrites
+        the first positions of the cache.
         """
         if kind == "off":
             return None
@@ -64,8 +67,16 @@ class Speculation:
             log.info("speculation", drafts="off", why="rows of this step are not bit for bit those of single steps")
             return None
         seconds = measure(model)
-        log.info("speculation", drafts=kind, step_ms=[round(1000 * took, 2) for took in seconds])
-        return cls(model, [NgramDrafter()], Policy(WidthCosts(seconds)))
+        costs = WidthCosts(seconds)
+        drafters: list[Drafter] = [NgramDrafter()]
+        draft_ms = None
+        if kind == "auto" and head is not None:
+            took = draft_seconds(head, lambda: model.bests((0,), 0))
+            drafters.append(HeadDrafter(head, took / seconds[0], lambda: costs.row_seconds))
+            draft_ms = round(1000 * took, 2)
+        step_ms = [round(1000 * took, 2) for took in seconds]
+        log.info("speculation", drafts="ngram" if draft_ms is None else "ngram and head", step_ms=step_ms, draft_ms=draft_ms)
+        return cls(model, drafters, Policy(costs))
 
     def begin(self, ids: Sequence[int]) -> None:
         """Begin an answer after `ids`: the prompt and the answer so far, whose last id no step has seen."""
@@ -105,7 +116,7 @@ class Speculation:
         vocab = self._model.config.vocab_size
         # A drafter may be a model of its own: whatever it says, a draft costs time and nothing else.
         sound = takewhile(lambda token: 0 <= token < vocab, drafter.draft(length))
-        return Draft(tuple(islice(sound, length)), source)
+        return Draft(tuple(islice(sound, length)), source, length)
 
     def took(self, width: int, position: int, seconds: float) -> None:
         """Take in how long the model's step of `width` rows took; not needed where that is not known."""
@@ -114,7 +125,7 @@ class Speculation:
     def saw(self, draft: Draft, verdict: Verdict) -> None:
         """Take in what became of the last step, whose rows the model still has; not needed after an answer's last step."""
         if draft.source is not None:
-            self._policy.judged(draft.source, len(draft.ids), verdict.accepted)
+            self._policy.judged(draft.source, len(draft.ids), verdict.accepted, asked=draft.asked)
         hidden = self._model.hidden(len(verdict.ids)) if self._hidden else None
         for drafter in self._drafters:
             drafter.saw(verdict.ids, hidden)

@@ -27,7 +27,7 @@ async def test_a_request_may_switch_speculation_off(serve: Serve, fields: dict[s
 
 def test_a_daemon_speculates_unless_it_is_told_not_to() -> None:
     setting = DaemonSettings.model_fields["speculation"]
-    assert setting.default == "ngram"
+    assert setting.default == "auto"
     assert get_args(setting.annotation) == get_args(SpeculationKind)
 
 

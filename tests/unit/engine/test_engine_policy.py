@@ -97,6 +97,32 @@ def test_what_a_draft_costs_to_make_counts() -> None:
     assert made.length(free, 100, 7)[0] > made.length(dear, 100, 7)[0]
 
 
+def test_tokens_that_a_drafter_kept_to_itself_count_as_not_right_and_cost_no_row() -> None:
+    costs = [1 + 0.25 * rows for rows in range(8)]
+    doubtful, careless = policy(costs), policy(costs)
+    for _ in range(100):  # one gives three tokens where they are right and else none, the other gives three each time
+        for right in (0, 3):
+            doubtful.judged(SOURCE, right, right, asked=3)
+            careless.judged(SOURCE, 3, right)
+    hits = doubtful._of(SOURCE)
+    assert hits.emitted() == pytest.approx(careless._of(SOURCE).emitted())
+    assert hits.given()[:3] == pytest.approx([0.5] * 3, abs=0.1)
+    assert doubtful.length(SOURCE, 100, 3)[0] == 3
+    assert doubtful.length(SOURCE, 100, 3)[1] > 1.2 * careless.length(SOURCE, 100, 3)[1]
+
+
+def test_a_draft_of_no_token_is_a_try_that_failed() -> None:
+    made = policy([1.0, *(2.0,) * 7])
+    for _ in range(100):
+        made.judged(SOURCE, 0, 0, asked=7)
+    assert made._of(SOURCE).emitted() == pytest.approx([1.0] * 8, abs=0.15)
+
+
+def test_between_two_widths_the_cost_is_between_theirs() -> None:
+    costs = WidthCosts([1.0, 2.0, 2.5])
+    assert [costs.between(width, 100) for width in (1.0, 1.5, 2.0, 2.5, 3.0)] == pytest.approx([1.0, 1.5, 2.0, 2.25, 2.5])
+
+
 def mixed(costs: WidthCosts, position: int, row_s: float, wide: float, steps: int = 300) -> None:
     """Steps of one row and of four, which take `wide` times as long."""
     for _ in range(steps):
