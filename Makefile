@@ -2,9 +2,10 @@
 # make soak: the lease table under a minute of kills, freezes and a restart, counted.
 # make endurance: what the tests do a few times to a real stack, as clients that leave at the worst moments, many times over.
 # make fidelity: the same requests down both lanes of a real stack, compared field by field, in a table.
-.PHONY: setup model demo test tests soak endurance fidelity up lint
+.PHONY: setup model demo test tests stacks computing waiting soak endurance fidelity up lint
 
 MODEL := .anchorleg/models/smollm2-135m-instruct
+COMPUTING := tests/unit/engine tests/unit/gateway
 
 setup:
 	@scripts/setup
@@ -15,11 +16,23 @@ model: setup
 demo: model
 	@.venv/bin/anchorleg demo --ports auto
 
+# Real stacks take both cores. Of what is left one half computes, and the other mostly waits: together they take as long as one.
 test: model
-	@$(MAKE) --no-print-directory --jobs=2 lint tests
+	@passed=yes; \
+	$(MAKE) --no-print-directory --jobs=2 lint stacks || passed=; \
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target computing waiting || passed=; \
+	test -n "$$passed"
 
-tests: model
-	@scripts/test
+tests: stacks computing waiting
+
+stacks: model
+	@scripts/test tests/e2e tests/fidelity
+
+computing: model
+	@scripts/test $(COMPUTING)
+
+waiting: model
+	@scripts/test tests $(addprefix --ignore=,tests/e2e tests/fidelity $(COMPUTING))
 
 soak: setup
 	@.venv/bin/python -m tests.soak
