@@ -27,7 +27,6 @@ _RATE = 1.5e-3
 _WARM = 0.03  # share of the time in which the rate rises
 _REPORT_S = 5.0
 _MEASURE_S = 20.0
-_MEASURED = 16384  # positions of the held-out chats that are looked at while training
 _CHUNK = 4096
 
 

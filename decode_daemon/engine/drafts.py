@@ -33,7 +33,10 @@ class Drafter(Protocol):
     source, and other drafters fill in from the first step on.
     """
 
-    wants_hidden: bool  # whether `saw` is to be given hidden states
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether `saw` is to be given hidden states."""
+        ...
 
     def begin(self, ids: Sequence[int]) -> None:
         """Begin an answer after `ids`: the prompt and the answer so far, whose last id no step has seen."""

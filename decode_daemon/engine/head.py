@@ -33,6 +33,7 @@ log = structlog.get_logger(__name__)
 _WORTH_A_ROW = 0.2
 _GO_ON = 0.35
 _ROUNDS = 5
+_MEASURED_S = 2.0  # of rounds, unless two of them take longer
 _SURPRISE = 2.0  # a draft counts as at most so many times what was expected
 _COST_WEIGHT = 1 / 16  # of a draft in the cost of its tokens: a geometric mean
 _TIMED = 2  # tokens of a draft whose time is taken
@@ -162,8 +163,6 @@ class HeadDrafter:
     A token is drafted while the chance that it and those before it are right, as the head itself sees it, is worth a row.
     """
 
-    wants_hidden = True
-
     def __init__(self, head: Drafting, token_cost: float = 0.0, row_seconds: Callable[[], float] | None = None) -> None:
         """Draft with `head`; a token costs `token_cost` steps of one row.
 
@@ -174,6 +173,11 @@ class HeadDrafter:
         self._source: Source | None = Source("head", head.belief, token_cost)
         self._row_seconds = row_seconds
         self.begin(())
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether it drafts: not any more after it failed."""
+        return self._source is not None
 
     def begin(self, ids: Sequence[int]) -> None:
         """Begin an answer after `ids`; the first states come with its first step."""
@@ -234,8 +238,10 @@ def draft_seconds(head: Drafting, step: Callable[[], object]) -> float:
 
     By then the step's weights are in the processor's caches and the head's are not.
     """
-    best = float("inf")
-    for _ in range(_ROUNDS):
+    best, end = float("inf"), time.perf_counter() + _MEASURED_S
+    for done in range(_ROUNDS):
+        if done >= 2 and time.perf_counter() > end:
+            break
         step()
         began = time.perf_counter()
         for _ in islice(head.drafts([head.final_norm] * head.states, [0] * head.tokens), _TIMED):

@@ -2,22 +2,27 @@
 
 What a head computes are steps of two models that have no attention to speak of. One has no layers: its only row of embedding is
 what the head joins, its vocabulary the values of the joined state. The other takes that for its row of embedding; its layers
-are the head's blocks, beside an attention whose output is zero, and its vocabulary the ids that the head can draft.
+are the head's blocks, beside an attention whose output is zero, and its vocabulary the ids that the head can draft. The first
+normalises what is joined once more, which changes nothing where every part has a root mean square of one.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import structlog
 import torch
 
 from decode_daemon.engine.config import LlamaConfig
-from decode_daemon.engine.cpu.build import library
+from decode_daemon.engine.cpu.build import BuildError, library
 from decode_daemon.engine.cpu.cores import physical_cores, usable_cores
 from decode_daemon.engine.cpu.native import INSTRUCTIONS, Library, NativeModel
 from decode_daemon.engine.head import Drafting, Head, find
+from decode_daemon.engine.protocol import EngineError
 from decode_daemon.engine.steps import StepModel
 from decode_daemon.engine.weights import LayerWeights, Weights
+
+log = structlog.get_logger(__name__)
 
 _LEAST = 16  # elements of an attention head; inner sizes are multiples of it
 _PIECE = 4096  # rows of the embedding that are looked at at once
@@ -37,7 +42,10 @@ class Team:
         """Return it for the settings of `choose_step`; raises BuildError where there is no native step."""
         loaded = Library(library(cache_dir))
         count = threads or usable_cores()
-        return cls(loaded, loaded.instructions() or INSTRUCTIONS[-1], count, pin and count == len(physical_cores()))
+        instructions = loaded.instructions()
+        if instructions is None:
+            raise BuildError(f"this CPU has none of {', '.join(INSTRUCTIONS)}")
+        return cls(loaded, instructions, count, pin and count == len(physical_cores()))
 
 
 class NativeHead:
@@ -113,9 +121,15 @@ def head_for(
     `named` and what is raised: see `find`. The others are the settings that `choose_step` made `model` with.
     """
     found = find(named, weights, model.config.rms_eps, model.cache.device)
-    if found is None or not isinstance(model, NativeModel) or any(down.shape[1] % _LEAST for _, down in found.blocks):
+    if found is None or not isinstance(model, NativeModel):
         return found
-    return NativeHead(found, model.config, Team.of(threads, pin, cache_dir))
+    try:
+        return NativeHead(found, model.config, Team.of(threads, pin, cache_dir))
+    except (BuildError, EngineError) as error:
+        if named is not None:
+            raise EngineError(f"{named} cannot be used here: {error}") from error
+        log.warning("the draft head is left out", error=str(error))  # answers need no drafts
+        return None
 
 
 class _Products(NativeModel):

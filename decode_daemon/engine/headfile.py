@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from decode_daemon.engine.protocol import EngineError
+from decode_daemon.engine.tensorfile import replacing
 from decode_daemon.engine.weights import Weights
 
 VERSION = 1
 
-_SAMPLED_ROWS = 64  # of the embedding; fine-tunes of one base differ in all of it
+_INNER = 16  # what a block's inner size is a multiple of, as the native step wants it
+_SAMPLED_ROWS = 64  # of the embedding and of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +45,28 @@ class HeadFile:
     acceptance: tuple[float, ...]  # share of n-th tokens that were right in held-out chats, of those whose earlier ones were
 
     def save(self, path: Path) -> None:
-        """Write it to `path`; raises OSError when that cannot be."""
+        """Write it to `path`, where it appears whole; raises OSError when that cannot be."""
         tensors = {"ids": self.ids, "join": self.join}
         for nth, block in enumerate(self.blocks):
             tensors |= {f"blocks.{nth}.gate_up": block.gate_up, f"blocks.{nth}.down": block.down}
         rates = json.dumps([round(rate, 4) for rate in self.acceptance])
         about = {"version": str(VERSION), "model": self.model, "states": str(self.states), "acceptance": rates}
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, about)
+        with replacing(path) as file:
+            file.write(save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, about))
 
     @classmethod
     def read(cls, path: Path) -> "HeadFile":
         """Read a file that `save` wrote; raises EngineError naming the file and what is wrong with it."""
-        about, tensors = _opened(path, lambda file: {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no mapping)
+        # Copies: what is mapped changes with the file.
+        about, tensors = _opened(path, lambda file: {name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118 (no mapping)
         try:
             count = (len(tensors) - 2) // 2
+            if len(tensors) != 2 + 2 * count:
+                raise ValueError(f"{len(tensors)} tensors")
             blocks = tuple(Block(tensors[f"blocks.{nth}.gate_up"], tensors[f"blocks.{nth}.down"]) for nth in range(count))
             rates = tuple(map(float, json.loads(about["acceptance"])))
             head = cls(about["model"], tensors["ids"], tensors["join"], int(about["states"]), blocks, rates)
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise EngineError(f"{path} is no whole draft head ({error!r}): make it again with benchmarks.head") from error
         head._check(path)
         return head
@@ -76,16 +82,20 @@ class HeadFile:
         return self.join.shape[1] // self.hidden - self.states
 
     def _check(self, path: Path) -> None:
-        hidden = self.hidden
-        wrong = [] if self.acceptance else ["no acceptance"]
+        wrong = [] if self.acceptance and all(0 <= rate <= 1 for rate in self.acceptance) else [f"acceptance {self.acceptance}"]
         if self.ids.dtype != torch.int32 or self.ids.dim() != 1 or not len(self.ids) or int(self.ids.min()) < 0:
             wrong.append(f"ids {self.ids.dtype} {list(self.ids.shape)}")
-        if self.join.dim() != 2 or self.join.shape[1] % hidden or self.states < 1 or self.tokens < 1:
-            wrong.append(f"join {list(self.join.shape)}")
-        for nth, block in enumerate(self.blocks):
-            inner = self.blocks[0].down.shape[-1]
-            if block.down.shape != (hidden, inner) or block.gate_up.shape != (2 * inner, hidden):
-                wrong.append(f"blocks.{nth} {list(block.gate_up.shape)} and {list(block.down.shape)}")
+        matrices = [self.join, *(matrix for block in self.blocks for matrix in (block.gate_up, block.down))]
+        if any(matrix.dim() != 2 or not matrix.numel() or not matrix.is_floating_point() for matrix in matrices):
+            wrong.append(f"matrices {[list(matrix.shape) for matrix in matrices]}")
+        else:
+            hidden = self.hidden
+            if self.join.shape[1] % hidden or self.states < 1 or self.tokens < 1:
+                wrong.append(f"join {list(self.join.shape)}")
+            for nth, block in enumerate(self.blocks):
+                inner = self.blocks[0].down.shape[1]
+                if block.down.shape != (hidden, inner) or block.gate_up.shape != (2 * inner, hidden) or inner % _INNER:
+                    wrong.append(f"blocks.{nth} {list(block.gate_up.shape)} and {list(block.down.shape)}")
         if wrong:
             raise EngineError(f"{path}: the parts do not fit each other: {', '.join(wrong)}")
 
@@ -108,13 +118,17 @@ def _opened(path: Path, read: Callable[[Any], dict[str, torch.Tensor]]) -> tuple
 
 
 def fingerprint(weights: Weights) -> str:
-    """Return 16 hex digits that tell a model's weights from others': of its final norm and of evenly spread rows.
+    """Return 16 hex digits that tell a model's weights from others': of its final norm and of some rows of every matrix.
 
-    The rows are those of the embedding and one of each layer's last matrix, as bfloat16: a folder, its fused form and either
-    dtype it is loaded in have the same.
+    The rows are evenly spread ones of embedding and head, and each layer's first, as bfloat16: a folder, its fused form and
+    either dtype it is loaded in have the same. Weights that differ elsewhere only are taken for the same; a head for them may
+    be right less often, no more.
     """
     digest = hashlib.sha256(f"{tuple(weights.embedding.shape)} {len(weights.layers)}".encode())
     step = max(1, weights.embedding.shape[0] // _SAMPLED_ROWS)
-    for part in (weights.final_norm, weights.embedding[::step], *(layer.down[0] for layer in weights.layers)):
+    parts = [weights.final_norm, weights.embedding[::step], weights.head[::step]]
+    for layer in weights.layers:
+        parts += [matrix[0] for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    for part in parts:
         digest.update(part.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

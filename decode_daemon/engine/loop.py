@@ -14,6 +14,7 @@ from decode_daemon.engine.config import LlamaConfig
 from decode_daemon.engine.cuda.quantized import WeightsKind, check_quantizable
 from decode_daemon.engine.cuda.shards import check_divisible
 from decode_daemon.engine.head_native import head_for
+from decode_daemon.engine.headfile import HeadFile
 from decode_daemon.engine.limits import check_lengths
 from decode_daemon.engine.protocol import DecodeParams, EngineDescription, EngineError, Step
 from decode_daemon.engine.sampling import Choice, Sampler
@@ -64,6 +65,8 @@ class LlamaEngine:
                 f"context_tokens is {context_tokens}; {model_dir} was trained for 1 to {config.max_positions} "
                 "(max_position_embeddings)"
             )
+        if draft_head is not None and speculation == "auto":
+            HeadFile.read(draft_head)  # what is wrong with it is known before the minutes that reading a large model may take
         if draft_head is not None and speculation != "auto":
             raise EngineError(
                 f"speculation is {speculation}, which does not draft with {draft_head}: choose auto, or no draft head"

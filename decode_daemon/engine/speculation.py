@@ -48,9 +48,6 @@ class Speculation:
         self._model = model
         self._drafters = tuple(drafters)
         self._policy = policy
-        self._hidden = any(drafter.wants_hidden for drafter in drafters)
-        # What a head continues from is the last step's; one that was queued ahead has taken its place.
-        self._queue = model if isinstance(model, QueuesAhead) and not self._hidden else None
         self._quiet = 0  # steps in a row without a draft that was worth its cost
         self._waiting = False  # whether a draft was wanted while its step's first row was under way
 
@@ -89,6 +86,15 @@ class Speculation:
         """Forget the last answer's tokens: an index of a long context is large."""
         for drafter in self._drafters:
             drafter.end()
+
+    @property
+    def _hidden(self) -> bool:
+        return any(drafter.wants_hidden for drafter in self._drafters)
+
+    @property
+    def _queue(self) -> QueuesAhead | None:
+        """The model where it queues ahead: what a head continues from is the last step's, whose place the next one takes."""
+        return self._model if isinstance(self._model, QueuesAhead) and not self._hidden else None
 
     @property
     def quiet(self) -> bool:

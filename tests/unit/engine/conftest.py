@@ -7,8 +7,10 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.head.network import Shape
 from decode_daemon.engine.cpu.build import library
 from decode_daemon.engine.loop import LlamaEngine
+from tests.kit.heads import SHAPES, Made, make_head
 
 SHAPE = {
     "vocab_size": 97,
@@ -70,3 +72,13 @@ def tiny(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
 def tiny_engine(tiny: Callable[..., tuple[Path, Any]]) -> LlamaEngine:
     folder, _ = tiny()
     return LlamaEngine.load(folder, dtype=torch.float32, context_tokens=64, threads=None)
+
+
+@pytest.fixture
+def made(tiny: Callable[..., tuple[Path, Any]]) -> Callable[..., Made]:
+    """Random heads of random models, see `tests.kit.heads`."""
+
+    def make(shape: Shape = SHAPES[1], family: str = "Llama", spoil: float = 1.0) -> Made:
+        return make_head(tiny, shape, family, spoil)
+
+    return make

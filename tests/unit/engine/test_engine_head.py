@@ -1,88 +1,24 @@
 """A draft head: whose it is, what it drafts, and that no answer depends on it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from benchmarks.head.network import Network, Shape
-from decode_daemon.engine.config import LlamaConfig
-from decode_daemon.engine.cpu.build import library
-from decode_daemon.engine.cpu.native import INSTRUCTIONS, Library
+from benchmarks.head.network import Shape
 from decode_daemon.engine.drafts import NgramDrafter
-from decode_daemon.engine.head import Drafting, Head, HeadDrafter, find
-from decode_daemon.engine.head_native import NativeHead, Team
-from decode_daemon.engine.headfile import HeadFile, fingerprint
+from decode_daemon.engine.head import Drafting, HeadDrafter
+from decode_daemon.engine.head_native import NativeHead
 from decode_daemon.engine.loop import LlamaEngine
-from decode_daemon.engine.model import rms_norm
 from decode_daemon.engine.protocol import DecodeParams, EngineError, SamplingParams
-from decode_daemon.engine.weights import Weights, load_weights
 from tests.kit.drafters import always
-from tests.kit.speculating import CONTEXT, VOCAB, answered, native_model, told
-
-Tiny = Callable[..., tuple[Path, Any]]
+from tests.kit.heads import SHAPES, Made
+from tests.kit.speculating import CONTEXT, answered, native_model, told
 
 HIDDEN = 48
-CPU = torch.device("cpu")
-DRAFTED = torch.arange(0, VOCAB, 2)
 GREEDY = DecodeParams(SamplingParams(0.0), 40, frozenset())
-SHAPES = [Shape(1, 1, 32, 1), Shape(2, 3, 16, 2), Shape(3, 2, 64, 0)]
-
-
-@dataclass(frozen=True)
-class Made:
-    """A random head of a random model."""
-
-    network: Network
-    path: Path
-    config: LlamaConfig
-    weights: Weights
-
-    def heads(self, dtype: torch.dtype = torch.float32) -> list[Drafting]:
-        """The head as each of its programs computes it."""
-        weights = load_weights(self.path.parent, self.config, dtype)
-        plain = Head.read(self.path, weights, self.config.rms_eps, CPU)
-        loaded = Library(library())
-        teams = [Team(loaded, name, 1, False) for name in INSTRUCTIONS if loaded.supports(name.encode())]
-        return [plain, *(NativeHead(plain, self.config, team) for team in teams)]
-
-    def reference(self, states: Sequence[torch.Tensor], tokens: Sequence[int], count: int) -> list[tuple[int, float]]:
-        """What the network as it was trained drafts: everything in float32, all of it anew for each token."""
-        known, said, drafted = list(states), list(tokens), []
-        for _ in range(count):
-            state = self.network(
-                [one.unsqueeze(0) for one in known[: self.network.shape.states]],
-                [self.weights.embedding[token].unsqueeze(0) for token in said[: self.network.shape.tokens]],
-            )[0]
-            logits = self.weights.head[DRAFTED] @ rms_norm(state, self.weights.final_norm, self.config.rms_eps)
-            best = int(logits.argmax())
-            drafted.append((int(DRAFTED[best]), float(logits.softmax(0)[best])))
-            known, said = [state, *known], [drafted[-1][0], *said]
-        return drafted
-
-
-@pytest.fixture
-def made(tiny: Tiny) -> Callable[..., Made]:
-    def make(shape: Shape = SHAPES[1], family: str = "Llama", spoil: float = 1.0) -> Made:
-        folder, _ = tiny(family)
-        config = LlamaConfig.read(folder)
-        weights = load_weights(folder, config, torch.float32)
-        torch.manual_seed(4)
-        network = Network(config.hidden, shape, config.rms_eps).requires_grad_(False)
-        for down in network.down:
-            down.normal_(0, 0.3)
-        for parameter in network.parameters():
-            parameter.copy_((parameter * spoil).bfloat16())  # as it is stored
-        path = folder / "head"
-        network.file(fingerprint(weights), DRAFTED, [0.6, 0.5]).save(path)
-        return Made(network, path, config, weights)
-
-    return make
 
 
 def states(count: int) -> list[torch.Tensor]:
@@ -111,60 +47,6 @@ def test_in_bfloat16_the_first_token_is_the_same_where_the_head_is_sure(made: Ca
             compared += 1
             assert {next(head.drafts([state.bfloat16()], [seed]))[0] for head in heads} == {token}
     assert compared > 10
-
-
-def rewritten(path: Path, **about: str) -> None:
-    """Change what the file says about itself."""
-    file = HeadFile.read(path)
-    tensors = {"ids": file.ids, "join": file.join}
-    for nth, block in enumerate(file.blocks):
-        tensors |= {f"blocks.{nth}.gate_up": block.gate_up, f"blocks.{nth}.down": block.down}
-    known = {"version": "1", "model": file.model, "states": str(file.states), "acceptance": "[0.6]"}
-    save_file(tensors, path, known | about)
-
-
-def test_another_models_head_is_refused_by_name(made: Callable[..., Made]) -> None:
-    it = made()
-    own = fingerprint(it.weights)
-    rewritten(it.path, model="0123456789abcdef")
-    with pytest.raises(
-        EngineError, match=f"{it.path} drafts for the model with weights 0123456789abcdef, this model's are {own}"
-    ):
-        find(it.path, it.weights, it.config.rms_eps, CPU)
-    narrow = replace(it.weights, embedding=it.weights.embedding[:, :32])
-    with pytest.raises(EngineError, match="hidden size 48, with ids up to 96; this model's hidden size is 32"):
-        find(it.path, narrow, it.config.rms_eps, CPU)
-
-
-@pytest.mark.parametrize(
-    ("about", "told"),
-    [
-        ({"version": "2"}, "version is 2, this engine reads draft heads of version 1"),
-        ({"acceptance": "none"}, "is no whole draft head"),
-        ({"states": "5"}, "join \\[48, 240\\]"),
-    ],
-    ids=str,
-)
-def test_a_damaged_head_is_refused_by_name(made: Callable[..., Made], about: dict[str, str], told: str) -> None:
-    it = made()
-    rewritten(it.path, **about)
-    with pytest.raises(EngineError, match=f"{it.path}.*{told}"):
-        find(it.path, it.weights, it.config.rms_eps, CPU)
-    it.path.write_bytes(b"no head")
-    with pytest.raises(EngineError, match=f"{it.path} cannot be opened"):
-        find(it.path, it.weights, it.config.rms_eps, CPU)
-
-
-def test_a_model_has_one_fingerprint_in_both_dtypes_and_another_one_when_a_weight_changes(made: Callable[..., Made]) -> None:
-    it = made()
-    assert fingerprint(load_weights(it.path.parent, it.config, torch.bfloat16)) == fingerprint(it.weights)
-    it.weights.layers[-1].down[0, 3] += 1
-    assert fingerprint(it.weights) != fingerprint(load_weights(it.path.parent, it.config, torch.float32))
-
-
-def test_no_head_is_found_for_a_model_that_none_was_made_for(made: Callable[..., Made]) -> None:
-    it = made()
-    assert find(None, it.weights, it.config.rms_eps, CPU) is None
 
 
 class Scripted:
@@ -251,8 +133,10 @@ def test_what_a_drafted_token_costs_follows_what_drafts_take(row_seconds: float,
 def test_a_head_that_fails_is_not_asked_again() -> None:
     drafter = HeadDrafter(Scripted((8, 1.0), error=RuntimeError("out of memory")))
     drafter.saw([7], rows(1.0))
+    assert drafter.wants_hidden
     assert list(drafter.draft(3)) == [8]
     assert drafter.source() is None
+    assert not drafter.wants_hidden
 
 
 class Sure:
