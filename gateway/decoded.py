@@ -61,6 +61,10 @@ class Decoded:
                 raise self._protocol(f"sent more than {self._limit} tokens")
             if batch.finish == "length" and position < self._limit:
                 raise self._protocol(f"ended after {position} of {self._limit} tokens")
+            if batch.finish is not None and len(batch.ids) > 1:
+                # An answer's last token comes alone, as from vLLM: the chunk that ends an answer holds nothing of others.
+                yield Batch(batch.ids[:-1], None, batch.logprobs[:-1])
+                batch = Batch(batch.ids[-1:], batch.finish, batch.logprobs[-1:])
             yield batch
             if batch.finish is not None:
                 return

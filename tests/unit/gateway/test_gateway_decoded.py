@@ -121,8 +121,13 @@ async def test_what_this_answer_cannot_have_is_the_daemons_failure(
 
 async def test_the_clients_stop_ids_end_an_answer_and_the_models_do_not_where_they_are_ignored() -> None:
     fields = {"stop_token_ids": [7], "ignore_eos": True}
-    assert await batches(tokens(1, END, 7, finish=STOP), **fields) == [Batch((END, 7), "stop")]
+    assert await batches(tokens(1, END, 7, finish=STOP), **fields) == [Batch((END,)), Batch((7,), "stop")]
     assert await batches(tokens(1, 7, finish=STOP), stop_token_ids=[7]) == [Batch((7,), "stop")]
+
+
+async def test_the_last_of_several_tokens_comes_alone_as_from_vllm() -> None:
+    assert await batches(tokens(1, 4, 5, END, finish=STOP)) == [Batch((4, 5)), Batch((END,), "stop")]
+    assert await batches(tokens(1, *EIGHT, finish=LENGTH)) == [Batch(tuple(EIGHT[:-1])), Batch((8,), "length")]
 
 
 async def test_an_answer_may_be_as_long_as_it_may_and_end_with_or_without_a_token() -> None:
@@ -141,8 +146,10 @@ ASKED = {"logprobs": True, "top_logprobs": 2}
 async def test_logprobs_come_with_their_tokens() -> None:
     told = [entry(-0.5, (4, -0.5), (5, -1.0)), entry(-math.inf)]
     sent = tokens(1, 4, END, finish=STOP, logprobs=told)
-    (batch,) = await batches(sent, **ASKED)
-    assert batch.logprobs == (TokenLogprobs(-0.5, ((4, -0.5), (5, -1.0))), TokenLogprobs(-math.inf))
+    assert await batches(sent, **ASKED) == [
+        Batch((4,), None, (TokenLogprobs(-0.5, ((4, -0.5), (5, -1.0))),)),
+        Batch((END,), "stop", (TokenLogprobs(-math.inf),)),
+    ]
 
 
 FINE = entry(-0.5, (4, -0.5))
