@@ -47,6 +47,7 @@ class Speculation:
         """Draft with the best of `drafters` at each step, of equally good ones with the first."""
         self._model = model
         self._drafters = tuple(drafters)
+        self._queueing = model if isinstance(model, QueuesAhead) else None
         self._policy = policy
         self._quiet = 0  # steps in a row without a draft that was worth its cost
         self._waiting = False  # whether a draft was wanted while its step's first row was under way
@@ -94,7 +95,7 @@ class Speculation:
     @property
     def _queue(self) -> QueuesAhead | None:
         """The model where it queues ahead: what a head continues from is the last step's, whose place the next one takes."""
-        return self._model if isinstance(self._model, QueuesAhead) and not self._hidden else None
+        return None if self._hidden else self._queueing
 
     @property
     def quiet(self) -> bool:

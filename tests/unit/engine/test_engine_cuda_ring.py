@@ -2,10 +2,8 @@
 """How matrices lie for the ring, who takes which cut, and that its kernels compile as Python takes them to be."""
 
 import ctypes
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import replace
-from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
@@ -17,21 +15,13 @@ from decode_daemon.engine.cuda.plan import Plan
 from decode_daemon.engine.cuda.products import SLOTS, SQUARE
 from decode_daemon.engine.cuda.ring import Cut, Ring, RingError, compiled, cut_for, pack, unusable
 from decode_daemon.engine.cuda.tiled import Tiled, multiplier_for
-from tests.unit.engine.test_engine_cuda_step import PLAIN, random_weights
+from tests.unit.engine.test_engine_cuda_step import PLAIN, interpreter, random_weights
+
+__all__ = ["interpreter"]
 
 CPU = torch.device("cpu")
 CUT = Cut(16, 256)
 H200 = 132  # its multiprocessors
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Executor]:
-    """A process in which Triton interprets kernels; it decides that where it is imported."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            process.submit(torch.set_num_threads, 1).result()
-        yield process
 
 
 def place(row: int, column: int, inputs: int, cut: Cut, rows: int, first_line: int = 0) -> int:
