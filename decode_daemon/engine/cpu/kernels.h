@@ -24,7 +24,6 @@ using bf16 = uint16_t;
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
 inline Floats load(const float *from) {
     Floats value;
@@ -33,14 +32,23 @@ inline Floats load(const float *from) {
 }
 
 inline Floats load(const bf16 *from) {
-    Halves value;
-    __builtin_memcpy(&value, from, sizeof value);
-    return (Floats)(__builtin_convertvector(value, Words) << 16);
+#ifdef __AVX512F__
+    Words wide = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
+#else
+    Words wide = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+#endif
+    return (Floats)(wide << 16);
 }
 
 inline void store(float *to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
 
-inline Floats splat(float value) { return Floats{} + value; }
+inline Floats splat(float value) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_set1_ps(value);
+#else
+    return (Floats)_mm256_set1_ps(value);
+#endif
+}
 
 inline float widen(float value) { return value; }
 
@@ -161,24 +169,31 @@ inline __m128 four_sums(const Floats *sums) {
 }
 
 // Multiply four rows of a matrix with M rows of packed input, `length` elements each: out[m][r]. What lies `ahead` elements
-// further is fetched meanwhile: four rows at a time, the CPU's own prefetching keeps up with half of the memory's speed.
+// further is fetched meanwhile.
 template <int M>
 inline void tile(const bf16 *const *w, int64_t ahead, const float *x, int stride, int length, float (*out)[4]) {
     Floats sums[M][4] = {};
-    auto group = [&](int i, int count) {
-        Floats even[4], odd[4];
-        for (int r = 0; r < 4; r++) {
-            Words pairs = {};
-            __builtin_memcpy(&pairs, w[r] + i, count * sizeof(bf16));
-            _mm_prefetch(w[r] + i + ahead, _MM_HINT_T0);
-            even[r] = (Floats)(pairs << 16);
-            odd[r] = (Floats)(pairs & 0xffff0000u);
-        }
+    auto pairs = [&](int r, int i, int count) {
+        Words words = {};
+        __builtin_memcpy(&words, w[r] + i, count * sizeof(bf16));
+        return words;
+    };
+    auto add = [&](const Floats *rows, int i) {
         for (int m = 0; m < M; m++) {
-            Floats first = load(x + m * stride + i), second = load(x + m * stride + i + LANES);
-            for (int r = 0; r < 4; r++) sums[m][r] = fused(even[r], first, sums[m][r]);
-            for (int r = 0; r < 4; r++) sums[m][r] = fused(odd[r], second, sums[m][r]);
+            Floats input = load(x + m * stride + i);
+            for (int r = 0; r < 4; r++) sums[m][r] = fused(rows[r], input, sums[m][r]);
         }
+    };
+    // One half after the other, and read twice: AVX2's registers hold the sums and one half.
+    auto group = [&](int i, int count) {
+        Floats half[4];
+        for (int r = 0; r < 4; r++) {
+            _mm_prefetch(w[r] + i + ahead, _MM_HINT_T0);
+            half[r] = (Floats)(pairs(r, i, count) << 16);
+        }
+        add(half, i);
+        for (int r = 0; r < 4; r++) half[r] = (Floats)(pairs(r, i, count) & 0xffff0000u);
+        add(half, i + LANES);
     };
     int i = 0;
     for (; i + GROUP <= length; i += GROUP) group(i, GROUP);

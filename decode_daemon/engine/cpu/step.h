@@ -67,7 +67,7 @@ struct Step {
 
 enum Stage { QKV, ATTEND, COMBINE, OUTPUT, GATE_UP, DOWN, STAGES };
 
-constexpr int BLOCK_ROWS = 64;  // most rows of a matrix that a thread claims at once
+constexpr int BLOCK_ROWS = 128;  // most rows of a matrix that a thread claims at once
 
 // The context is cut at fixed positions, whatever the width and the threads: 128 chunks of 64 up to 8,192 positions, and 64
 // more for each doubling after that. Short contexts are spread well, and long ones do not drown in partial results.
