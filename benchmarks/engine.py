@@ -113,7 +113,7 @@ def step_measures(rig: Rig, rounds: int) -> Iterator[Measure]:
     times: dict[int, list[float]] = {context: [] for context in rig.contexts()}
     shares: dict[int, list[float]] = {context: [] for context in rig.contexts()}
     for _ in range(rounds):
-        rates.append(max(reader.bytes_per_second() for _ in range(3)))
+        rates.append(reader.bytes_per_second())
         for context in times:
             times[context].append(rig.step_seconds(context))
             shares[context].append(_bytes(rig, context) / times[context][-1] / rates[-1])
