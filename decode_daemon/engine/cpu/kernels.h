@@ -153,18 +153,17 @@ inline void pack<bf16>(const float *from, float *to, int count) {
     }
 }
 
-// The sums of four vectors.
-inline __m128 four_sums(const Floats *sums) {
+// The sums of four vectors: by value, since sums that have an address are kept in memory.
+inline __m128 four_sums(Floats s0, Floats s1, Floats s2, Floats s3) {
 #ifdef __AVX512F__
-    __m256 a[4];
-    for (int i = 0; i < 4; i++) {
-        __m512 whole = (__m512)sums[i];
-        a[i] = _mm256_add_ps(_mm512_castps512_ps256(whole), _mm512_extractf32x8_ps(whole, 1));
-    }
+    auto half = [](Floats sums) {
+        __m512 whole = (__m512)sums;
+        return _mm256_add_ps(_mm512_castps512_ps256(whole), _mm512_extractf32x8_ps(whole, 1));
+    };
 #else
-    const __m256 *a = reinterpret_cast<const __m256 *>(sums);
+    auto half = [](Floats sums) { return (__m256)sums; };
 #endif
-    __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+    __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(half(s0), half(s1)), _mm256_hadd_ps(half(s2), half(s3)));
     return _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1));
 }
 
@@ -198,7 +197,7 @@ inline void tile(const bf16 *const *w, int64_t ahead, const float *x, int stride
     int i = 0;
     for (; i + GROUP <= length; i += GROUP) group(i, GROUP);
     if (LANES == 16 && i < length) group(i, LANES);
-    for (int m = 0; m < M; m++) _mm_storeu_ps(out[m], four_sums(sums[m]));
+    for (int m = 0; m < M; m++) _mm_storeu_ps(out[m], four_sums(sums[m][0], sums[m][1], sums[m][2], sums[m][3]));
 }
 
 template <int M>
@@ -210,7 +209,7 @@ inline void tile(const float *const *w, int64_t ahead, const float *x, int strid
             _mm_prefetch(w[r] + i + ahead, _MM_HINT_T0);
             for (int m = 0; m < M; m++) sums[m][r] = fused(row, load(x + m * stride + i), sums[m][r]);
         }
-    for (int m = 0; m < M; m++) _mm_storeu_ps(out[m], four_sums(sums[m]));
+    for (int m = 0; m < M; m++) _mm_storeu_ps(out[m], four_sums(sums[m][0], sums[m][1], sums[m][2], sums[m][3]));
 }
 
 // As `tile`, for up to TILE_ROWS rows of input.

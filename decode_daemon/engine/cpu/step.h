@@ -1,6 +1,6 @@
 // What the parts of the native step share: the model as Python hands it over, and the state of one step.
 //
-// Everything here is plain data, so that kernels.cpp can be compiled once for each instruction set without the copies
+// Everything here is plain data, so that work.cpp can be compiled once for each instruction set without the copies
 // sharing a function: the linker would keep one copy of an inline function, and it might be one this CPU cannot run.
 #pragma once
 #include <cstddef>

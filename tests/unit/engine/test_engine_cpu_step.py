@@ -22,6 +22,8 @@ Tiny = Callable[..., tuple[Path, Any]]
 SHAPES = {
     **FAMILIES,
     "one kv head": ("Llama", {"num_key_value_heads": 1}),
+    # Rows longer than a block, more rows than a block may have, and a last block whose quarters end at different rows.
+    "wide": ("Llama", {"intermediate_size": 12_304, "vocab_size": 103}),
     "head_dim 64": ("Llama", {"head_dim": 64}),
     "head_dim 80": ("Llama", {"head_dim": 80}),
     "head_dim 96": ("Llama", {"head_dim": 96}),
@@ -104,13 +106,13 @@ def test_bfloat16_is_as_near_to_float32_as_the_pytorch_step_is(
 def test_a_row_is_the_same_bit_for_bit_in_every_width_and_with_any_threads(
     tiny: Tiny, native: Native, dtype: torch.dtype, position: int
 ) -> None:
-    folder, _ = tiny("Qwen3", head_dim=80, max_position_embeddings=16384)
+    folder, _ = tiny("Qwen3", head_dim=80, max_position_embeddings=16384, vocab_size=103, intermediate_size=2064)
     single = native(folder, dtype, 8400, threads=1)
     filled(single)
     before = single.cache.clone()
     ids = PROMPT[:MAX_WIDTH]
     wanted = one_by_one(single, ids, position)
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3, 9):
         wide = native(folder, dtype, 8400, threads=threads)
         for width in range(1, MAX_WIDTH + 1) if threads == 2 else (MAX_WIDTH,):
             wide.cache.copy_(before)
