@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -33,6 +34,11 @@ INDEXER = ("model.layers.0.self_attn.indexer.k_cache", "model.layers.1.self_attn
 
 # Orders that vLLM's kernels for x86 CPUs have here.
 CPU_ISAS = ["vec", "vec16", *(["amx"] if torch.cpu._is_amx_tile_supported() else [])]
+
+with_fp8_caches = pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM has fp8 caches on CPUs with AVX-512 or AMX only",
+)
 
 
 def cpu_layer(isa: str, cache_dtype: str = "auto", key_scale: float = 1.0, value_scale: float = 1.0) -> Any:

@@ -21,6 +21,7 @@ from tests.kit.vllm_caches import (
     latent_layers,
     registered,
     vllm_config,
+    with_fp8_caches,
     write_model,
 )
 
@@ -88,6 +89,7 @@ def test_a_block_that_kernels_see_as_several_is_described_whole(model_dir: Path)
     assert torch.equal(found_values, values)
 
 
+@with_fp8_caches
 @pytest.mark.parametrize(("cache_dtype", "stored"), [("fp8", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")])
 def test_an_fp8_cache_is_described_with_its_layers_scales(model_dir: Path, cache_dtype: str, stored: str) -> None:
     config = vllm_config(model_dir, cache_dtype=cache_dtype)

@@ -7,10 +7,12 @@ from vllm import _custom_ops as ops
 from connector.probe import Elements, backend_update, probe_block
 from decode_daemon.convert import convert
 from handoff.layout import KVLayout, Layer
-from tests.kit.vllm_caches import CPU_ISAS, cpu_layer
+from tests.kit.vllm_caches import CPU_ISAS, cpu_layer, with_fp8_caches
 
 HEADS, DIM, TOKENS = 3, 64, 32
 FORMATS = [("fp8", torch.float8_e4m3fn, 1 / 8), ("fp8_e5m2", torch.float8_e5m2, 1 / 4)]
+
+pytestmark = with_fp8_caches
 
 
 @pytest.mark.parametrize("isa", [isa for isa in CPU_ISAS if isa != "vec16"])  # which vLLM has not for fp8
