@@ -14,7 +14,7 @@ namespace {
 
 #ifdef __AVX512F__
 constexpr int LANES = 16;
-constexpr int TILE_ROWS = 4;  // input rows whose sums fit the registers, beside four rows of a matrix
+constexpr int TILE_ROWS = 4;  // input rows whose sums fit the registers, beside half of four rows of a matrix
 #else
 constexpr int LANES = 8;
 constexpr int TILE_ROWS = 2;
